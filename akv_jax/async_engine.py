@@ -1,0 +1,176 @@
+"""Runs an engine in a thread of its own and gives asyncio callers a stream of outputs for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import structlog
+
+from akv_jax.config import EngineConfig
+from akv_jax.engine import Engine, EngineStats
+from akv_jax.errors import Reason, RequestError
+from akv_jax.models.load import LoadedModel
+from akv_jax.request import Output, Request
+from akv_jax.runtime.runner import Progress
+
+T = TypeVar("T")
+_log = structlog.get_logger(__name__)
+
+
+class _Subscriber:
+    """Hands outputs from the engine's thread to one asyncio task."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.outputs: asyncio.Queue[Output] = asyncio.Queue()
+
+    def send(self, output: Output) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self.outputs.put_nowait, output)
+        except RuntimeError:
+            # The client's loop is gone, and the client with it.
+            pass
+
+
+class AsyncEngine:
+    """Everything the engine does happens in one thread, between two steps or in one."""
+
+    def __init__(self, make_engine: Callable[[], Engine], progress: Progress = lambda *_: None) -> None:
+        """`make_engine` is called in the engine's thread, so that loading does not hold up the server's start."""
+        self._make_engine, self._progress = make_engine, progress
+        self._calls: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._subscribers: dict[str, _Subscriber] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._engine: Engine | None = None
+        self._loaded = threading.Event()
+        self._draining = False
+        #: True once warm-up is over, until `stop`.
+        self.ready = False
+        #: Why the engine could not start, or died.
+        self.failure: BaseException | None = None
+
+    @property
+    def model(self) -> LoadedModel:
+        return self._require().model
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._require().config
+
+    def start(self) -> None:
+        """Load, warm up and run, in the background."""
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        """Block until warm-up is over; raises what went wrong if it did."""
+        self._loaded.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def stop(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones go on for that long, then end the thread."""
+        self._draining = True
+        waiting = threading.Event()
+        for _ in range(int(drain_seconds * 20)):
+            if not self._subscribers or not self._thread.is_alive():
+                break
+            waiting.wait(0.05)
+        self.ready = False
+        self._calls.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+
+    async def generate(self, request: Request) -> AsyncIterator[Output]:
+        """Outputs of one request as they come. RequestError if it is refused. Closing the iterator aborts the request."""
+        if self._draining:
+            raise RequestError(Reason.SHUTTING_DOWN, "the server is shutting down")
+        subscriber = _Subscriber()
+        self._subscribers[request.request_id] = subscriber
+        try:
+            await self._call(lambda engine: engine.submit(request))
+            while True:
+                output = await subscriber.outputs.get()
+                if output.error is not None:
+                    raise output.error
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._subscribers.pop(request.request_id, None)
+            self._calls.put(lambda engine: engine.abort(request.request_id))
+
+    async def stats(self) -> EngineStats:
+        """A snapshot between two steps."""
+        return await self._call(lambda engine: engine.stats())
+
+    async def flush_cache(self) -> int:
+        """Free every unleased page; returns how many."""
+        return await self._call(lambda engine: engine.flush_cache())
+
+    async def check(self) -> None:
+        """See `Engine.check`."""
+        await self._call(lambda engine: engine.check())
+
+    def _require(self) -> Engine:
+        if self._engine is None:
+            raise RequestError(Reason.SHUTTING_DOWN, "the model is still loading")
+        return self._engine
+
+    async def _call(self, function: Callable[[Engine], T]) -> T:
+        """Run `function` in the engine's thread and wait for what it returns or raises."""
+        if self.failure is not None:
+            raise RequestError(Reason.SHUTTING_DOWN, "the engine has stopped after an internal error")
+        future: Future[T] = Future()
+
+        def call(engine: Engine) -> None:
+            try:
+                future.set_result(function(engine))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        return await asyncio.wrap_future(future)
+
+    def _run(self) -> None:
+        try:
+            self._engine = self._make_engine()
+            self._engine.warm_up(self._progress)
+            self.ready = True
+            self._loaded.set()
+            self._serve(self._engine)
+        except BaseException as error:
+            _log.exception("engine failed")
+            self._fail(error)
+        finally:
+            self.ready = False
+            self._loaded.set()
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            # Sleep only when there is nothing to compute.
+            while not engine.busy or not self._calls.empty():
+                call = self._calls.get()
+                if call is None:
+                    return
+                call(engine)
+            for output in engine.step():
+                subscriber = self._subscribers.get(output.request_id)
+                if subscriber is not None:
+                    subscriber.send(output)
+
+    def _fail(self, error: BaseException) -> None:
+        """Nobody may wait for ever on a dead engine."""
+        self.failure = error
+        lost = RequestError(Reason.SHUTTING_DOWN, "the engine has stopped after an internal error")
+        for request_id, subscriber in list(self._subscribers.items()):
+            subscriber.send(Output(request_id, error=lost))
+        engine = self._engine
+        while engine is not None and not self._calls.empty():
+            call = self._calls.get()
+            if call is not None:
+                call(engine)

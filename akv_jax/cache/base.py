@@ -1,0 +1,59 @@
+"""What the scheduler asks of a cache. `naive.py` is the smallest thing that answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from akv_jax.planning.visibility import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """What is resident of one history (DESIGN C3), leased to the caller until `KVCache.release`.
+
+    pages: int32 [T], the page holding each token's K and V, or -1 where it is missing.
+    encoded: int32 [T], the position its K is rotated to.
+    receipt: identifies the lease.
+    """
+
+    pages: np.ndarray
+    encoded: np.ndarray
+    receipt: int
+
+
+class KVCache(Protocol):
+    """Keeps K and V between requests under the meaning of their history."""
+
+    def match(self, timeline: Timeline, salt: str) -> MatchResult:
+        """Find and lease every entry of the history that is resident."""
+        ...
+
+    def release(self, match: MatchResult) -> None:
+        """End the lease. Each match is released exactly once."""
+        ...
+
+    def keep(self, timeline: Timeline, salt: str, pages: np.ndarray) -> np.ndarray:
+        """Offer a finished request's private birth pages, int32 [T] by logical index (-1: none).
+
+        Returns those pages that the cache does not take over; the caller frees them.
+        """
+        ...
+
+    def evict(self, count: int) -> int:
+        """Free at least `count` unleased pages if there are as many; returns how many were freed."""
+        ...
+
+    def flush(self) -> int:
+        """Free every unleased page (DESIGN A8); returns how many."""
+        ...
+
+    def cached_pages(self) -> list[np.ndarray]:
+        """Every page that a version owns, for the accounting check (DESIGN C7)."""
+        ...
+
+    def leased(self) -> int:
+        """How many of the cached pages are leased."""
+        ...

@@ -1,0 +1,44 @@
+"""A cache that keeps nothing: every request is computed from its history alone.
+
+It is the meaning that any other cache must agree with (DESIGN A4), and their double in tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from akv_jax.cache.base import MatchResult
+from akv_jax.planning.visibility import Timeline
+
+
+class NaiveCache:
+    """See `base.KVCache`."""
+
+    def __init__(self) -> None:
+        self._receipts = itertools.count()
+        self._open: set[int] = set()
+
+    def match(self, timeline: Timeline, salt: str) -> MatchResult:
+        receipt = next(self._receipts)
+        self._open.add(receipt)
+        return MatchResult(np.full(timeline.count, -1, np.int32), timeline.birth[: timeline.count].copy(), receipt)
+
+    def release(self, match: MatchResult) -> None:
+        self._open.remove(match.receipt)
+
+    def keep(self, timeline: Timeline, salt: str, pages: np.ndarray) -> np.ndarray:
+        return pages[pages >= 0]
+
+    def evict(self, count: int) -> int:
+        return 0
+
+    def flush(self) -> int:
+        return 0
+
+    def cached_pages(self) -> list[np.ndarray]:
+        return []
+
+    def leased(self) -> int:
+        return 0

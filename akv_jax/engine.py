@@ -1,0 +1,297 @@
+"""The engine: request → operations → match → plan → step → tokens (DESIGN §5), one direction, one thread."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from akv_jax.cache.base import KVCache
+from akv_jax.cache.naive import NaiveCache
+from akv_jax.cache.pages import PagePool
+from akv_jax.config import EngineConfig, ModelConfig
+from akv_jax.errors import Reason, RequestError, invalid
+from akv_jax.models.load import LoadedModel
+from akv_jax.planning.plan import StepPlan
+from akv_jax.planning.planner import assemble
+from akv_jax.planning.visibility import Timeline
+from akv_jax.request import Output, Request, Usage
+from akv_jax.runtime.generation import Generation, new_generation, sampling_plan, token_logprob
+from akv_jax.runtime.runner import Progress, Runner, SamplingPlan, StepResult
+from akv_jax.scheduler import Job, Schedule, Scheduler
+
+
+class Executor(Protocol):
+    """Runs plans (DESIGN R6): the device, or a simulation of it."""
+
+    def run(self, plan: StepPlan, sampling: SamplingPlan) -> StepResult:
+        """One forward pass and one sampled token for each logit row of `plan`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Numbers for /metrics. Totals count from the start of the engine."""
+
+    num_running: int
+    num_waiting: int
+    pages_free: int
+    pages_cached: int
+    pages_leased: int
+    pages_private: int
+    forwards_total: int
+    computed_tokens_total: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+    requests_total: int
+    requests_aborted_total: int
+    preemptions_total: int
+    compilations_total: int
+
+
+@dataclass(slots=True)
+class _Work:
+    """A request from its acceptance to its end."""
+
+    request: Request
+    job: Job
+    generation: Generation
+    usage: Usage | None = None
+    next_logits: np.ndarray | None = None
+    prompt_logits: dict[int, np.ndarray] | None = None
+
+
+class Engine:
+    """Accepts requests, runs steps, gives outputs. Not thread-safe: `async_engine.AsyncEngine` serialises the calls."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig, cache: KVCache | None = None) -> None:
+        """`cache` keeps K and V between requests; by default nothing is kept."""
+        self.model, self.config = model, config
+        self.runner = Runner(model.config, model.params, config)
+        self.executor: Executor = self.runner
+        self.cache = NaiveCache() if cache is None else cache
+        self.pool = PagePool(config.num_pages)
+        self.scheduler = Scheduler(
+            config,
+            self.pool,
+            self.cache,
+            window=model.config.largest_window,
+            list_capacity=self.runner.list_capacity(self.runner.largest_bucket),
+            logit_rows=self.runner.logit_rows(self.runner.largest_bucket),
+        )
+        self._works: dict[str, _Work] = {}
+        self._totals = dict.fromkeys(("forwards", "computed", "prompt", "generated", "requests", "aborted"), 0)
+
+    # -- calls -------------------------------------------------------------------------------------------------------
+
+    def warm_up(self, progress: Progress = lambda *_: None) -> None:
+        """Compile everything; nothing compiles afterwards (DESIGN R3)."""
+        self.runner.warm_up(progress)
+        self._compiled = self.runner.compilations.total
+
+    def submit(self, request: Request) -> None:
+        """Accept a request. RequestError if it can never run, or not now."""
+        if request.request_id in self._works:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        timeline = _timeline(request, self.model.config)
+        room = self._room(timeline)
+        seed = next(s for s in (request.sampling.seed, self.config.seed, secrets.randbits(63)) if s is not None)
+        generation = new_generation(
+            request.sampling,
+            timeline.tokens[: timeline.count].copy(),
+            seed,
+            room,
+            self.model.eos_token_ids,
+            self.model.tokenizer,
+        )
+        job = self.scheduler.submit(request.request_id, timeline, request.cache_salt, request.logits_at)
+        self._works[request.request_id] = _Work(request, job, generation)
+        self._totals["requests"] += 1
+        self._totals["prompt"] += timeline.count
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request, if it still runs, and give its pages back."""
+        if request_id in self._works:
+            self._totals["aborted"] += 1
+            self.scheduler.finish(self._works.pop(request_id).job)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._works)
+
+    def step(self) -> list[Output]:
+        """One forward pass over whatever is due, and what it gave each request."""
+        schedule = self.scheduler.schedule()
+        outputs = [self._exhausted(job) for job in schedule.exhausted]
+        if not schedule.parts:
+            return outputs
+        plan = assemble([part.placed for part in schedule.parts])
+        result = self.executor.run(plan, sampling_plan(self._rows(schedule), self.model.config.vocab_size))
+        self.scheduler.advance(schedule)
+        self._totals["forwards"] += 1
+        self._totals["computed"] += len(plan.tokens)
+        return outputs + self._outputs(schedule, result)
+
+    def flush_cache(self) -> int:
+        """Free every unleased page (DESIGN A8); running requests go on. Returns how many pages."""
+        return self.cache.flush()
+
+    def check(self) -> None:
+        """C7: every page is exactly one of free, cached, private or scratch. PageError if not."""
+        private = [job.sequence.private_pages() for job in self.scheduler.running if job.sequence is not None]
+        self.pool.check(private, self.cache.cached_pages())
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        pages, leased = self.pool.counts(), self.cache.leased()
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            pages_free=pages.free,
+            pages_cached=pages.cached - leased,
+            pages_leased=leased,
+            pages_private=pages.private,
+            forwards_total=self._totals["forwards"],
+            computed_tokens_total=self._totals["computed"],
+            prompt_tokens_total=self._totals["prompt"],
+            generation_tokens_total=self._totals["generated"],
+            requests_total=self._totals["requests"],
+            requests_aborted_total=self._totals["aborted"],
+            preemptions_total=self.scheduler.preemptions,
+            compilations_total=self.runner.compilations.total,
+        )
+
+    # -- parts of a step ---------------------------------------------------------------------------------------------
+
+    def _room(self, timeline: Timeline) -> int:
+        """How many tokens may come out; RequestError if the positions do not even allow the prompt (DESIGN A7)."""
+        limit = self.config.context_length
+        if timeline.largest_position + 1 > limit:
+            raise RequestError(Reason.CONTEXT_LENGTH_EXCEEDED, context_length_message(limit, timeline), "messages")
+        return limit - timeline.next_position
+
+    def _rows(self, schedule: Schedule) -> list[Generation | None]:
+        """Whose token each logit row of the step is; None for rows that are only looked at."""
+        rows: list[Generation | None] = []
+        for part in schedule.parts:
+            assert part.job.sequence is not None
+            last = part.job.sequence.remaining == len(part.chunk.indices)
+            looked_at = len(part.placed.logits) - last
+            rows += [None] * looked_at + [self._works[part.job.job_id].generation] * last
+        return rows
+
+    def _outputs(self, schedule: Schedule, result: StepResult) -> list[Output]:
+        outputs, row = [], 0
+        for part in schedule.parts:
+            work = self._works[part.job.job_id]
+            self._keep_logits(work, part.placed.indices[part.placed.logits], row, result)
+            row += len(part.placed.logits)
+            assert part.job.sequence is not None
+            if part.job.sequence.remaining == 0:
+                outputs.append(self._sampled(work, row - 1, result))
+        return outputs
+
+    def _keep_logits(self, work: _Work, indices: np.ndarray, row: int, result: StepResult) -> None:
+        wanted = work.request.logits_at
+        if work.job.decoding or not (wanted or work.request.return_logits):
+            return
+        work.prompt_logits = work.prompt_logits or {}
+        for offset, index in enumerate(indices.tolist()):
+            work.prompt_logits[index] = result.logits(row + offset)
+
+    def _sampled(self, work: _Work, row: int, result: StepResult) -> Output:
+        """The request's next token is in: tell the client, and end the request or make the token its next query."""
+        job, generation, sampling = work.job, work.generation, work.request.sampling
+        assert job.sequence is not None
+        first = not job.decoding
+        if first:
+            job.decoding = True
+            work.usage = _usage(job)
+        token = int(result.tokens[row])
+        text, reason = generation.push(token)
+        self._totals["generated"] += 1
+        output = Output(work.request.request_id, (token,), text, finish_reason=reason)
+        if sampling.logprobs:
+            logprob = token_logprob(
+                sampling, token, float(result.logprobs[row]), result.top_ids[row], result.top_logprobs[row]
+            )
+            output = replace(output, logprobs=(logprob,))
+        if first:
+            output = replace(output, **self._first_logits(work))
+        if reason is None:
+            job.sequence.append(token)
+            return output
+        return self._ended(work, output)
+
+    def _first_logits(self, work: _Work) -> dict[str, np.ndarray]:
+        kept, work.prompt_logits = work.prompt_logits, None
+        if kept is None:
+            return {}
+        logits = {"next_logits": kept[len(work.generation.prompt) - 1]} if work.request.return_logits else {}
+        if work.request.logits_at:
+            logits["prompt_logits"] = np.stack([kept[index] for index in work.request.logits_at])
+        return logits
+
+    def _ended(self, work: _Work, output: Output) -> Output:
+        self.scheduler.finish(work.job)
+        del self._works[work.request.request_id]
+        assert work.usage is not None
+        return replace(output, usage=replace(work.usage, completion_tokens=len(work.generation.tokens)))
+
+    def _exhausted(self, job: Job) -> Output:
+        """The pool cannot hold one token more of a request that has it to itself."""
+        work = self._works[job.job_id]
+        if work.usage is not None:
+            tail = work.generation.stream.finish()
+            return self._ended(work, Output(job.job_id, text=tail, finish_reason="length"))
+        self.scheduler.finish(job)
+        del self._works[job.job_id]
+        message = f"the request needs more than the {self.config.num_pages} pages of the server's KV pool at one time"
+        return Output(job.job_id, error=RequestError(Reason.POOL_TOO_SMALL, message))
+
+
+def _timeline(request: Request, model: ModelConfig) -> Timeline:
+    try:
+        timeline = Timeline(request.operations)
+    except ValueError as error:
+        raise invalid(str(error), "operations") from None
+    if timeline.count == 0:
+        raise invalid("at least one token must be appended before anything can be generated", "operations")
+    tokens = timeline.tokens[: timeline.count]
+    if tokens.min() < 0 or tokens.max() >= model.vocab_size:
+        raise invalid(f"token ids must be from 0 to {model.vocab_size - 1}", "operations")
+    outside = [index for index in request.logits_at if not 0 <= index < timeline.count]
+    if outside:
+        raise invalid(f"logits of token {outside[0]} asked for, {timeline.count} tokens are appended", "logits_at")
+    return timeline
+
+
+def _usage(job: Job) -> Usage:
+    """DESIGN A6, at the first output token."""
+    sequence, timeline = job.sequence, job.timeline
+    assert sequence is not None
+    computed = len(sequence.compute)
+    return Usage(
+        prompt_tokens=timeline.count,
+        computed_tokens=computed,
+        drop_skipped_tokens=timeline.count - computed,
+        repos_tokens=0,
+        cached_tokens=0,
+        restored_tokens=0,
+        active_tokens=timeline.active,
+        next_position=timeline.next_position,
+        segments=sequence.segments,
+        forwards=sequence.forwards,
+    )
+
+
+def context_length_message(limit: int, timeline: Timeline) -> str:
+    """The text that the usual clients recognise as an overflow (DESIGN A7)."""
+    return (
+        f"This model's maximum context length is {limit} tokens. However, your request has "
+        f"{timeline.largest_position + 1} tokens ({timeline.largest_position} positions in use at the fullest moment, "
+        f"and one to generate), which exceeds the context window (context_length_exceeded). Please reduce the length "
+        f"of the messages or completion."
+    )

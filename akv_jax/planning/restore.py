@@ -1,0 +1,60 @@
+"""What must be computed (DESIGN C6): the closure of what is wanted and missing under what its queries read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from akv_jax.planning.visibility import NEVER, Timeline
+
+
+def compute_set(timeline: Timeline, resident: np.ndarray, wanted: np.ndarray, window: int | None) -> np.ndarray:
+    """Logical indices to compute, ascending.
+
+    Args:
+        resident: bool [T]; an entry whose K and V are in the pool in some version.
+        wanted: logical indices whose logits are asked for; computed even if resident or dropped.
+        window: the widest view of any layer, None if one reads everything.
+    """
+    total = timeline.count
+    missing = ~resident[:total]
+    needed = missing & (timeline.dropped[:total] == NEVER)
+    needed[wanted] = True
+    if window is None:
+        _close(timeline, missing, needed)
+    else:
+        _close_windowed(timeline, missing, needed, window)
+    return np.flatnonzero(needed).astype(np.int32)
+
+
+def _close(timeline: Timeline, missing: np.ndarray, needed: np.ndarray) -> None:
+    """Newest epoch first. An entry is read by a later epoch iff it is still active in the next one that computes."""
+    next_epoch = timeline.num_epochs
+    for epoch in range(timeline.num_epochs - 1, -1, -1):
+        own = slice(timeline.starts[epoch], timeline.stop(epoch))
+        if own.start == own.stop:
+            continue
+        if next_epoch < timeline.num_epochs:
+            needed[own] |= missing[own] & (timeline.dropped[own] > next_epoch)
+        queries = np.flatnonzero(needed[own])
+        if len(queries):
+            own = slice(own.start, own.start + int(queries[-1]))
+            needed[own] |= missing[own]
+            next_epoch = epoch
+
+
+def _close_windowed(timeline: Timeline, missing: np.ndarray, needed: np.ndarray, window: int) -> None:
+    """Every layer has a window: what a query reads depends on positions, so each view is looked at."""
+    for epoch in range(timeline.num_epochs - 1, -1, -1):
+        start = timeline.starts[epoch]
+        reader: int | None = None
+        for index in range(timeline.stop(epoch) - 1, start - 1, -1):
+            # Within an epoch, positions differ as logical indices do.
+            needed[index] |= missing[index] and reader is not None and reader - index < window
+            if needed[index]:
+                reader = index
+        if reader is None:
+            continue
+        # The epoch's first query reads furthest back.
+        view = timeline.view(epoch, start)
+        seen = view.indices[timeline.birth[reader] - view.positions < window]
+        needed[seen] |= missing[seen]

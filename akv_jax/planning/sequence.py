@@ -1,0 +1,245 @@
+"""One running request as the planner sees it: what is computed, what is next, and which page holds what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from akv_jax.cache.base import MatchResult
+from akv_jax.config import RepositionMode
+from akv_jax.planning.plan import Moves
+from akv_jax.planning.restore import compute_set
+from akv_jax.planning.visibility import NEVER, Timeline, View
+from akv_jax.runtime.batch import SCRATCH_PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next queries of one sequence, before they have pages.
+
+    indices: int32 [queries], logical. views: for each segment, one past its last query (an offset into `indices`), its
+    epoch and its view; empty where the sequence's running list already is the view. copies: logical indices and
+    positions of the versions that copy mode has to make, in the order of the segments that need them.
+    """
+
+    indices: np.ndarray
+    views: tuple[tuple[int, int, View], ...]
+    copies: tuple[tuple[np.ndarray, np.ndarray], ...]
+    #: How many of the queries keep their K and V; resident ones are only computed for their logits.
+    stored: int
+    #: Entries of all its page lists, and queries whose logits are asked for.
+    entries: int
+    logits: int
+
+    @property
+    def pages_needed(self) -> int:
+        return self.stored + sum(len(indices) for indices, _ in self.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadList:
+    """A segment's page list (see `plan.Segment`) and one past its last query in the chunk."""
+
+    stop: int
+    pages: np.ndarray
+    positions: np.ndarray
+    shifts: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedChunk:
+    """A chunk whose queries, lists and copies have pages: what one sequence gives to a `StepPlan`."""
+
+    indices: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    destinations: np.ndarray
+    lists: tuple[ReadList, ...]
+    moves: tuple[Moves, ...]
+    #: Offsets of the queries whose logits are asked for.
+    logits: np.ndarray
+
+
+class _RunningList:
+    """The page list of a decoding sequence, grown by one entry a step."""
+
+    def __init__(self, read: ReadList) -> None:
+        self.length = len(read.pages)
+        self._columns = np.zeros((3, self.length + 256), np.int32)
+        self._columns[:, : self.length] = read.pages, read.positions, read.shifts
+
+    def extended(self, page: int, position: int) -> ReadList:
+        if self.length == self._columns.shape[1]:
+            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+        self._columns[:, self.length] = page, position, 0
+        self.length += 1
+        pages, positions, shifts = self._columns[:, : self.length]
+        return ReadList(1, pages, positions, shifts)
+
+
+class Sequence:
+    """Progress and page tables of one request, by logical index. Pages come from and go back to the scheduler."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        match: MatchResult,
+        *,
+        window: int | None,
+        mode: RepositionMode,
+        logits_at: tuple[int, ...] = (),
+    ) -> None:
+        """`logits_at`: logical indices of prompt tokens whose logits are asked for beside the last one's."""
+        self.timeline, self.match, self.mode = timeline, match, mode
+        self.wanted = np.unique(np.array([*logits_at, timeline.count - 1], np.int32))
+        self.compute = compute_set(timeline, match.pages >= 0, self.wanted, window)
+        self.cursor = 0
+        self.forwards = 0
+        self.segments = len(np.unique(np.searchsorted(timeline.starts, self.compute, side="right")))
+        self._page_of, self._encoded = match.pages.copy(), match.encoded.copy()
+        self._private = np.zeros(timeline.count, bool)
+        self._copy_page = np.full(timeline.count, -1, np.int32)
+        self._copy_position = np.zeros(timeline.count, np.int32)
+        self._running: _RunningList | None = None
+        self._retired: list[np.ndarray] = []
+
+    @property
+    def remaining(self) -> int:
+        """Queries still to run before the next token can be sampled."""
+        return len(self.compute) - self.cursor
+
+    def append(self, token: int) -> None:
+        """A sampled token becomes the next query."""
+        self.timeline.append(token)
+        index = self.timeline.count - 1
+        self.compute, self.cursor = np.array([index], np.int32), 0
+        self.wanted = self.compute
+        if index >= len(self._page_of):
+            room = max(256, index // 4)
+            self._page_of, self._copy_page = (
+                np.pad(a, (0, room), constant_values=-1) for a in (self._page_of, self._copy_page)
+            )
+            self._encoded, self._copy_position = (np.pad(a, (0, room)) for a in (self._encoded, self._copy_position))
+            self._private = np.pad(self._private, (0, room))
+        self._encoded[index] = self.timeline.birth[index]
+
+    def next_chunk(self, size: int) -> Chunk:
+        """The next `size` queries at most. Changes nothing."""
+        indices = self.compute[self.cursor : self.cursor + size]
+        stored = int((self._page_of[indices] < 0).sum())
+        logits = int(np.isin(indices, self.wanted).sum())
+        if self._running is not None:
+            return Chunk(indices, (), (), stored, self._running.length + 1, logits)
+        epochs = np.searchsorted(self.timeline.starts, indices, side="right") - 1
+        stops = [*(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(indices)]
+        views = tuple(
+            (s, int(epochs[s - 1]), self.timeline.view(int(epochs[s - 1]), int(indices[s - 1]) + 1)) for s in stops
+        )
+        copies = self._copies([view for _, _, view in views])
+        return Chunk(indices, views, copies, stored, sum(len(view.indices) for _, _, view in views), logits)
+
+    def _copies(self, views: list[View]) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+        if self.mode == "on_read":
+            return ()
+        at, copies = self._copy_position.copy(), []
+        made = self._copy_page >= 0
+        for view in views:
+            new = (view.positions != self._encoded[view.indices]) & ~(
+                made[view.indices] & (at[view.indices] == view.positions)
+            )
+            indices, positions = view.indices[new], view.positions[new]
+            at[indices], made[indices] = positions, True
+            copies.append((indices, positions))
+        return tuple(copies)
+
+    def place(self, chunk: Chunk, pages: np.ndarray) -> PlacedChunk:
+        """Put `chunk` on `pages` (int32 [chunk.pages_needed]): first its queries in order, then its copies."""
+        fresh = chunk.indices[self._page_of[chunk.indices] < 0]
+        destinations = np.full(len(chunk.indices), SCRATCH_PAGE, np.int32)
+        destinations[np.isin(chunk.indices, fresh)] = pages[: chunk.stored]
+        self._page_of[fresh] = pages[: chunk.stored]
+        self._private[fresh] = True
+        if self._running is not None:
+            position = int(self.timeline.birth[chunk.indices[0]])
+            lists, moves = (self._running.extended(int(self._page_of[chunk.indices[0]]), position),), ()
+        else:
+            lists, moves = self._place_views(chunk, pages[chunk.stored :])
+        return PlacedChunk(
+            chunk.indices,
+            self.timeline.tokens[chunk.indices],
+            self.timeline.birth[chunk.indices],
+            destinations,
+            lists,
+            moves,
+            np.flatnonzero(np.isin(chunk.indices, self.wanted)),
+        )
+
+    def _place_views(self, chunk: Chunk, pages: np.ndarray) -> tuple[tuple[ReadList, ...], tuple[Moves, ...]]:
+        lists, moves = [], []
+        for segment, (stop, epoch, view) in enumerate(chunk.views):
+            if self.mode == "copy":
+                indices, positions = chunk.copies[segment]
+                targets, pages = pages[: len(indices)], pages[len(indices) :]
+                moves.append(Moves(self._page_of[indices], targets, positions - self._encoded[indices]))
+                # The versions that these replace may still be read by this very step.
+                self._retired.append(self._copy_page[indices][self._copy_page[indices] >= 0])
+                self._copy_page[indices], self._copy_position[indices] = targets, positions
+            lists.append(self._read_list(stop, view))
+            if stop == len(chunk.indices) and epoch == self.timeline.num_epochs - 1 and stop == self.remaining:
+                self._running = _RunningList(lists[-1])
+        return tuple(lists), tuple(moves)
+
+    def _read_list(self, stop: int, view: View) -> ReadList:
+        pages, shifts = self._page_of[view.indices], view.positions - self._encoded[view.indices]
+        if self.mode == "copy":
+            pages = np.where(shifts != 0, self._copy_page[view.indices], pages)
+            shifts = np.zeros_like(shifts)
+        # Where every layer has a window, what no query can see need not be resident.
+        there = pages >= 0
+        if there.all():
+            return ReadList(stop, pages, view.positions, shifts)
+        return ReadList(stop, pages[there], view.positions[there], shifts[there])
+
+    def advance(self, chunk: Chunk) -> np.ndarray:
+        """The step that computed `chunk` has run. Returns the private pages that no later query reads: int32."""
+        self.cursor += len(chunk.indices)
+        self.forwards += 1
+        freed, self._retired = self._retired, []
+        if chunk.views:
+            if self.remaining:
+                epoch = self.timeline.epoch_of(int(self.compute[self.cursor]))
+            else:
+                epoch = self.timeline.num_epochs - 1
+            count = self.timeline.count
+            gone = np.flatnonzero((self.timeline.dropped[:count] <= epoch) & (self._page_of[:count] >= 0))
+            freed += [self._page_of[gone[self._private[gone]]], self._copy_page[gone][self._copy_page[gone] >= 0]]
+            self._page_of[gone] = self._copy_page[gone] = -1
+        return np.concatenate([np.zeros(0, np.int32), *freed])
+
+    def private_pages(self) -> np.ndarray:
+        """Every page that belongs to this sequence alone: int32."""
+        copies = self._copy_page[self._copy_page >= 0]
+        return np.concatenate([self._page_of[self._private & (self._page_of >= 0)], copies, *self._retired])
+
+    def birth_pages(self) -> np.ndarray:
+        """By logical index, the private page with K and V at birth, or -1: int32 [T]. What a cache may keep."""
+        return np.where(self._private, self._page_of, -1)[: self.timeline.count]
+
+
+def peak_pages(timeline: Timeline, used: np.ndarray, mode: RepositionMode) -> int:
+    """Most pages that the history needs at one moment, when every pass is split at boundaries (DESIGN A7).
+
+    used: bool [T], the tokens that are computed or resident.
+    """
+    epochs = np.searchsorted(timeline.starts, np.arange(timeline.count), side="right") - 1
+    born = np.bincount(epochs[used], minlength=timeline.num_epochs + 1)
+    ends = timeline.dropped[: timeline.count][used]
+    gone = np.bincount(ends[ends != NEVER], minlength=timeline.num_epochs + 1)
+    alive = np.cumsum(born - gone)
+    peak = int(alive.max(initial=0))
+    if mode == "copy":
+        for epoch in timeline.repositions:
+            view = timeline.view(epoch)
+            peak = max(peak, int(alive[epoch]) + int(((view.shifts != 0) & used[view.indices]).sum()))
+    return peak

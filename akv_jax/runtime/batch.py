@@ -1,0 +1,121 @@
+"""From a `StepPlan` to the padded arrays of one executable (DESIGN R3).
+
+Only the number of query rows is a shape, rounded up to a bucket; lengths of page lists and numbers of tasks are values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from jax import Array
+
+from akv_jax.planning.plan import Segment, StepPlan
+from pallas_kernels.segment_attention.api import LIST_PADDING, Lists, SegmentBatch
+
+#: The page that padding writes to (DESIGN C7).
+SCRATCH_PAGE = 0
+#: Moves are made this many at a time; the arrays have room for a last incomplete block.
+MOVE_BLOCK = 256
+#: Segments of at most this many queries run as single rows: cheaper than a mostly empty tile.
+_SHORT = 4
+
+
+class MoveBatch(NamedTuple):
+    """Moves of copy mode (DESIGN C8): int32 [capacity]; those from `num` on are padding."""
+
+    source: np.ndarray | Array
+    target: np.ndarray | Array
+    shift: np.ndarray | Array
+    num: np.ndarray | Array
+
+
+class StepBatch(NamedTuple):
+    """Everything that one step reads beside weights and pool, for T query rows."""
+
+    #: int32 [T]; padding rows write to the scratch page and are read by nobody.
+    tokens: np.ndarray | Array
+    positions: np.ndarray | Array
+    destinations: np.ndarray | Array
+    attention: SegmentBatch
+    moves: MoveBatch
+    #: int32 [S]: query rows whose logits are returned.
+    logit_rows: np.ndarray | Array
+
+
+def build(
+    plan: StepPlan, *, rows: int, logit_rows: int, list_capacity: int, move_capacity: int, tile: int
+) -> StepBatch:
+    """Pad `plan` to `rows` query rows. The plan must fit every capacity; that is the planner's duty."""
+    used = len(plan.tokens)
+    total = sum(len(segment.pages) for segment in plan.segments)
+    if (
+        used > rows
+        or total > list_capacity
+        or len(plan.moves.source) > move_capacity
+        or len(plan.logit_rows) > logit_rows
+    ):
+        raise ValueError(f"plan of {used} queries and {total} list entries exceeds its bucket of {rows} rows")
+    pages, positions, shifts = (_aligned(list_capacity + LIST_PADDING) for _ in range(3))
+    end = 0
+    for segment in plan.segments:
+        begin, end = end, end + len(segment.pages)
+        pages[begin:end], positions[begin:end], shifts[begin:end] = segment.pages, segment.positions, segment.shifts
+    single, tiles = _tasks(plan, tile)
+    query_positions = _padded(plan.positions, rows)
+    return StepBatch(
+        tokens=_padded(plan.tokens, rows),
+        positions=query_positions,
+        destinations=_padded(plan.destinations, rows, fill=SCRATCH_PAGE),
+        attention=SegmentBatch(
+            pages, positions, shifts, query_positions, _lists(single, rows), _lists(tiles, rows if rows > _SHORT else 0)
+        ),
+        moves=MoveBatch(
+            _padded(plan.moves.source, move_capacity + MOVE_BLOCK),
+            _padded(plan.moves.target, move_capacity + MOVE_BLOCK, fill=SCRATCH_PAGE),
+            _padded(plan.moves.shift, move_capacity + MOVE_BLOCK),
+            np.int32(len(plan.moves.source)),
+        ),
+        logit_rows=_padded(plan.logit_rows, logit_rows),
+    )
+
+
+def _tasks(plan: StepPlan, tile: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Split segments into tasks (query, count, first, length, shared), single rows and tiles apart."""
+    single: list[tuple[int, ...]] = []
+    tiles: list[tuple[int, ...]] = []
+    first = 0
+    for segment in plan.segments:
+        count = segment.stop - segment.start
+        size, tasks = (1, single) if count <= _SHORT else (tile, tiles)
+        for query in range(segment.start, segment.stop, size):
+            tasks.append((query, min(size, segment.stop - query), first, *_reach(plan, segment, query, size)))
+        first += len(segment.pages)
+    return single, tiles
+
+
+def _reach(plan: StepPlan, segment: Segment, query: int, size: int) -> tuple[int, int]:
+    """How many leading entries of the segment's list the task's last and first query reach by position."""
+    ends = plan.positions[[min(query + size, segment.stop) - 1, query]]
+    last, first = np.searchsorted(segment.positions, ends, side="right")
+    return int(last), int(first)
+
+
+def _lists(tasks: list[tuple[int, ...]], capacity: int) -> Lists:
+    columns = np.zeros((5, capacity), np.int32)
+    if tasks:
+        columns[:, : len(tasks)] = np.array(tasks, np.int32).T
+    return Lists(*columns, num=np.int32(len(tasks)))
+
+
+def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+    out = np.full(size, fill, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Uninitialised int32 [size] at a 64-byte boundary, which the CPU backend takes without a copy."""
+    raw = np.empty(size * 4 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size * 4].view(np.int32)

@@ -1,0 +1,220 @@
+"""Carries out step plans on the device: owns weights, rotary tables and the KV pool (DESIGN R2, R3).
+
+Every executable is compiled ahead of time, one for each bucket of query rows; after warm-up nothing compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from akv_jax.config import EngineConfig, ModelConfig
+from akv_jax.models.decoder import Params, Pool, forward
+from akv_jax.models.rope import rotary_table
+from akv_jax.planning.plan import NO_MOVES, StepPlan
+from akv_jax.runtime.batch import StepBatch, build
+from akv_jax.runtime.sampling import Adjustment, Sampled, SamplingBatch, sample
+from pallas_kernels.segment_attention.api import backend
+
+#: Called with what is being made ready, how many parts are done, and how many there are.
+Progress = Callable[[str, int, int], None]
+
+
+class SamplingPlan(NamedTuple):
+    """How the logit rows of a plan are sampled, as NumPy arrays with one entry a row (see `sampling.SamplingBatch`)."""
+
+    batch: SamplingBatch
+    adjustment: Adjustment | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry a logit row of the plan, NumPy; the logits stay on the device until they are asked for."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    device_logits: jax.Array
+
+    def logits(self, row: int) -> np.ndarray:
+        """Float32 [V] of one row."""
+        return np.array(np.asarray(self.device_logits)[row])
+
+
+class CompilationCounter:
+    """Counts backend compilations of this process from the moment it is made (DESIGN R3)."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def _heard(self, event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.total += 1
+
+
+def token_buckets(config: EngineConfig) -> tuple[int, ...]:
+    """Numbers of query rows that get an executable, ascending: powers of two from 4 (a CPU is slow on one row)."""
+    largest = max(config.chunked_prefill_size, config.max_running_requests + 1)
+    buckets = [4]
+    while buckets[-1] < largest:
+        buckets.append(min(buckets[-1] * 2, max(largest, 4)))
+    return tuple(buckets)
+
+
+def default_dtype(device: jax.Device) -> str:
+    """bfloat16 where the device computes it in hardware, else float32."""
+    if device.platform != "cpu":
+        return "bfloat16"
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            return "bfloat16" if "avx512_bf16" in info.read() else "float32"
+    except OSError:
+        return "float32"
+
+
+class Runner:
+    """The device side of an engine."""
+
+    def __init__(self, model: ModelConfig, params: Params, config: EngineConfig) -> None:
+        """`params` as `models/weights/table.py` declares them, NumPy or JAX, already of the engine's dtype."""
+        self.model, self.config = model, config
+        self.buckets = config.token_buckets or token_buckets(config)
+        self.compilations = CompilationCounter()
+        self._params = jax.tree.map(jnp.asarray, params)
+        tables = {layer.rotary: None for layer in model.layers}
+        # Rotation is by at most the context length; a shifted query would reach twice as far (DESIGN C8).
+        tables = {rotary: rotary_table(rotary, config.context_length + 1) for rotary in tables}
+        self._tables = tuple(tables[layer.rotary] for layer in model.layers)
+        self._pool = self._empty_pool()
+        self._steps: dict[int, Any] = {}
+        self._samplers: dict[tuple[int, bool], Any] = {}
+
+    @property
+    def largest_bucket(self) -> int:
+        return self.buckets[-1]
+
+    def logit_rows(self, rows: int) -> int:
+        """How many rows of a step of that bucket may have their logits returned."""
+        return min(rows, max(4, self.config.max_running_requests))
+
+    def list_capacity(self, rows: int) -> int:
+        """How many entries the page lists of a step of that bucket may have together."""
+        config = self.config
+        # Whatever the limit says, every running request must find room for its list.
+        limit = max(config.max_list_entries, 2 * config.max_running_requests * config.context_length)
+        return min(rows * config.context_length, limit)
+
+    @property
+    def move_capacity(self) -> int:
+        return self.config.num_pages if self.config.reposition == "copy" else 0
+
+    def warm_up(self, progress: Progress = lambda *_: None) -> None:
+        """Compile every executable and run each once."""
+        jobs: list[tuple[str, Callable[[], Any]]] = []
+        for rows in self.buckets:
+            jobs.append((f"step of {rows} rows", functools.partial(self._step, rows)))
+        for rows in sorted({self.logit_rows(rows) for rows in self.buckets}):
+            for adjusted in (False, True):
+                jobs.append((f"sampling of {rows} rows", functools.partial(self._sampler, rows, adjusted)))
+        for done, (name, job) in enumerate(jobs):
+            progress(name, done, len(jobs))
+            job()
+        nothing = np.zeros(0, np.int32)
+        for rows in self.buckets:
+            self._run(StepPlan(nothing, nothing, nothing, (), NO_MOVES, nothing), rows)
+        progress("ready", len(jobs), len(jobs))
+
+    def run(self, plan: StepPlan, sampling: SamplingPlan) -> StepResult:
+        """One forward pass and one sampled token for each logit row."""
+        rows = next((bucket for bucket in self.buckets if bucket >= len(plan.tokens)), None)
+        if rows is None:
+            raise ValueError(f"a step of {len(plan.tokens)} queries, the largest bucket has {self.largest_bucket}")
+        logits = self._run(plan, rows)
+        padded = jax.tree.map(lambda a: _pad_rows(a, logits.shape[0]), sampling)
+        arguments = (padded.batch,) if padded.adjustment is None else (padded.batch, padded.adjustment)
+        sampled: Sampled = self._sampler(logits.shape[0], padded.adjustment is not None)(logits, *arguments)
+        tokens, logprobs, top_ids, top_logprobs = jax.device_get(sampled)
+        return StepResult(tokens, logprobs, top_ids, top_logprobs, logits)
+
+    def _run(self, plan: StepPlan, rows: int) -> jax.Array:
+        batch = self._build(plan, rows)
+        logits, self._pool = self._step(rows)(self._params, self._tables, self._pool, batch)
+        return logits
+
+    def _build(self, plan: StepPlan, rows: int) -> StepBatch:
+        return build(
+            plan,
+            rows=rows,
+            logit_rows=self.logit_rows(rows),
+            list_capacity=self.list_capacity(rows),
+            move_capacity=self.move_capacity,
+            tile=self.config.tile,
+        )
+
+    def _empty_pool(self) -> Pool:
+        bfloat16 = self.config.dtype == "bfloat16"
+        # XLA on a CPU updates bfloat16 arrays out of place, the same bits as uint16 in place.
+        dtype = (jnp.uint16 if jax.default_backend() == "cpu" else jnp.bfloat16) if bfloat16 else jnp.float32
+        shape = (self.config.num_pages + 1, self.model.num_kv_heads * self.model.head_dim)
+        layers = range(self.model.num_layers)
+        return Pool(tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers))
+
+    def _step(self, rows: int) -> Any:
+        """The executable for that many query rows."""
+        if rows not in self._steps:
+            function = functools.partial(
+                forward,
+                self.model,
+                backend(self.config.attention_backend),
+                tile=self.config.tile,
+                shifts=self.config.reposition == "on_read",
+            )
+            nothing = np.zeros(0, np.int32)
+            batch = self._build(StepPlan(nothing, nothing, nothing, (), NO_MOVES, nothing), rows)
+            arguments = (self._params, self._tables, self._pool, batch)
+            # Compiled from shapes: the values are the run's business.
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
+            self._steps[rows] = jax.jit(function, donate_argnums=2).lower(*shapes).compile()
+        return self._steps[rows]
+
+    def _sampler(self, rows: int, adjusted: bool) -> Any:
+        key = rows, adjusted
+        if key not in self._samplers:
+            vocabulary = self.model.vocab_size
+            shapes: list[Any] = [jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32)]
+            shapes.append(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), empty_sampling(rows)))
+            if adjusted:
+                full = jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32)
+                seen = jax.ShapeDtypeStruct((rows, vocabulary), jnp.bool_)
+                shapes.append(Adjustment(full, seen, jax.ShapeDtypeStruct((rows,), jnp.float32)))
+            self._samplers[key] = jax.jit(sample).lower(*shapes).compile()
+        return self._samplers[key]
+
+
+def empty_sampling(rows: int) -> SamplingBatch:
+    """Greedy rows."""
+    zeros = functools.partial(np.zeros, rows)
+    return SamplingBatch(
+        temperature=zeros(np.float32),
+        top_p=np.ones(rows, np.float32),
+        top_k=zeros(np.int32),
+        min_p=zeros(np.float32),
+        seed=np.zeros((rows, 2), np.uint32),
+        step=zeros(np.int32),
+        want_top=np.bool_(False),
+    )
+
+
+def _pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
+    """Zeros after the last row; scalars as they are. Zero is harmless in every field: such rows are greedy."""
+    if np.ndim(array) == 0:
+        return array
+    return np.pad(array, ((0, rows - len(array)), *((0, 0),) * (array.ndim - 1)))

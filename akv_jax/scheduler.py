@@ -1,0 +1,228 @@
+"""Who runs in the next step, on which pages (DESIGN R6). Knows queues, pages and leases; no device, no clock, no text.
+
+Decoding requests get a query each in every step. What is left of the step's token budget goes to prompts, the one that
+has waited longest since its last chunk first, so that a short request behind a long prompt waits for one chunk (A10).
+Where pages run out, unleased cached ones are evicted, then the newest running request is retracted: it gives its pages
+back and waits again, keeping what it has already generated.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from akv_jax.cache.base import KVCache
+from akv_jax.cache.pages import PagePool
+from akv_jax.config import EngineConfig
+from akv_jax.errors import Reason, RequestError
+from akv_jax.planning.restore import compute_set
+from akv_jax.planning.sequence import Chunk, PlacedChunk, Sequence, peak_pages
+from akv_jax.planning.visibility import Timeline
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One accepted request. It waits while `sequence` is None."""
+
+    job_id: str
+    arrival: int
+    timeline: Timeline
+    salt: str
+    logits_at: tuple[int, ...]
+    #: Most pages it needs at one moment before its first token.
+    peak: int
+    sequence: Sequence | None = None
+    #: At least one token was sampled.
+    decoding: bool = False
+    last_served: int = -1
+    retractions: int = 0
+
+    @property
+    def held(self) -> int:
+        return 0 if self.sequence is None else len(self.sequence.private_pages())
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A job's part of one step."""
+
+    job: Job
+    chunk: Chunk
+    placed: PlacedChunk
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: its parts in batch order, and jobs that cannot go on at all."""
+
+    parts: list[Scheduled] = field(default_factory=list)
+    #: Alone in the pool, and still no page for one more token.
+    exhausted: list[Job] = field(default_factory=list)
+
+    def remove(self, job: Job) -> None:
+        self.parts = [part for part in self.parts if part.job is not job]
+
+
+class Scheduler:
+    """Owns the queue and the running set, and calls the page pool and the cache."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: PagePool,
+        cache: KVCache,
+        *,
+        window: int | None,
+        list_capacity: int,
+        logit_rows: int,
+    ) -> None:
+        """`list_capacity` and `logit_rows`: what the largest step can carry (see `runtime.runner.Runner`)."""
+        self.config, self.pool, self.cache, self.window = config, pool, cache, window
+        self.list_capacity, self.max_logit_rows = list_capacity, logit_rows
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self.preemptions = 0
+        self._arrivals = 0
+        self._steps = 0
+
+    # -- the queue ---------------------------------------------------------------------------------------------------
+
+    def submit(self, job_id: str, timeline: Timeline, salt: str, logits_at: tuple[int, ...]) -> Job:
+        """Queue a request. RequestError if the queue is full or the pool could never hold it (DESIGN A7)."""
+        if len(self.waiting) >= self.config.max_queued_requests:
+            raise RequestError(
+                Reason.QUEUE_FULL, f"{len(self.waiting)} requests are waiting already, which is the limit. Retry later."
+            )
+        nothing = np.zeros(timeline.count, bool)
+        wanted = np.array([*logits_at, timeline.count - 1])
+        used = nothing.copy()
+        used[compute_set(timeline, nothing, wanted, self.window)] = True
+        peak = peak_pages(timeline, used, self.config.reposition)
+        if peak > self.pool.num_pages:
+            raise RequestError(
+                Reason.POOL_TOO_SMALL,
+                f"the request keeps {peak} tokens active at one time, and the server's KV pool holds "
+                f"{self.pool.num_pages}. Drop more, or start the server with a larger --max-total-tokens.",
+            )
+        job = Job(job_id, self._arrivals, timeline, salt, logits_at, peak)
+        self._arrivals += 1
+        self.waiting.append(job)
+        return job
+
+    def finish(self, job: Job) -> None:
+        """The job is over, whatever the reason: its pages go to the cache or back to the pool."""
+        if job.sequence is None:
+            self.waiting.remove(job)
+            return
+        self.running.remove(job)
+        sequence, job.sequence = job.sequence, None
+        births = sequence.birth_pages()
+        private = sequence.private_pages()
+        returned = self.cache.keep(job.timeline, job.salt, births)
+        kept = np.setdiff1d(births[births >= 0], returned, assume_unique=True)
+        self.pool.free(np.setdiff1d(private, kept, assume_unique=True))
+        self.cache.release(sequence.match)
+
+    def _admit(self) -> None:
+        """First come, first served: nothing overtakes the head of the queue, so nothing starves."""
+        while self.waiting and len(self.running) < self.config.max_running_requests:
+            job = self.waiting[0]
+            promised = sum(max(0, other.peak - other.held) for other in self.running if not other.decoding)
+            free = self.pool.num_free - promised
+            if self.running and job.peak > free and job.peak > free + self.cache.evict(job.peak - free):
+                return
+            self.waiting.pop(0)
+            match = self.cache.match(job.timeline, job.salt)
+            logits_at = () if job.decoding else job.logits_at
+            job.sequence = Sequence(
+                job.timeline, match, window=self.window, mode=self.config.reposition, logits_at=logits_at
+            )
+            self.running.append(job)
+
+    def _retract(self, job: Job) -> None:
+        """Take a running job's pages; it waits again in its old place."""
+        self.preemptions += 1
+        job.retractions += 1
+        self.running.remove(job)
+        sequence, job.sequence = job.sequence, None
+        assert sequence is not None
+        self.pool.free(sequence.private_pages())
+        self.cache.release(sequence.match)
+        bisect.insort(self.waiting, job, key=lambda j: j.arrival)
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Schedule:
+        """Choose and place the next step's queries. The caller runs it, then calls `advance`."""
+        self._steps += 1
+        self._admit()
+        schedule = Schedule()
+        for job in sorted(self.running, key=lambda j: j.arrival):
+            if job.sequence is not None and job.decoding and job.sequence.remaining == 1:
+                self._place(schedule, job, 1)
+        budget = max(1, self.config.chunked_prefill_size - len(schedule.parts))
+        for job in sorted(self.running, key=lambda j: (j.last_served, j.arrival)):
+            if budget > 0 and job.sequence is not None and not (job.decoding and job.sequence.remaining == 1):
+                budget -= self._place(schedule, job, budget)
+        return schedule
+
+    def advance(self, schedule: Schedule) -> None:
+        """The step has run: free what no later query reads."""
+        for part in schedule.parts:
+            assert part.job.sequence is not None
+            self.pool.free(part.job.sequence.advance(part.chunk))
+
+    def _place(self, schedule: Schedule, job: Job, size: int) -> int:
+        """Add up to `size` queries of `job` to the step; returns how many. Older jobs are never disturbed for it."""
+        while job.sequence is not None:
+            room = self._room(schedule)
+            chunk = _fitting(job.sequence, size, room)
+            if chunk is not None:
+                placed = job.sequence.place(chunk, self.pool.allocate(chunk.pages_needed))
+                schedule.parts.append(Scheduled(job, chunk, placed))
+                job.last_served = self._steps
+                return len(chunk.indices)
+            needed = job.sequence.next_chunk(1)
+            if needed.entries > room.entries:
+                return 0
+            if self.cache.evict(needed.pages_needed - room.pages):
+                continue
+            newest = max(self.running, key=lambda j: j.arrival)
+            if newest is job:
+                if len(self.running) == 1:
+                    schedule.exhausted.append(job)
+                return 0
+            schedule.remove(newest)
+            self._retract(newest)
+        return 0
+
+    def _room(self, schedule: Schedule) -> _Room:
+        # Every other running job may need a logit row of its own in this step.
+        unserved = len(self.running) - len(schedule.parts) - 1
+        return _Room(
+            pages=self.pool.num_free,
+            entries=self.list_capacity - sum(part.chunk.entries for part in schedule.parts),
+            logit_rows=self.max_logit_rows - unserved - sum(len(part.placed.logits) for part in schedule.parts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What is left of a step: free pages, page list entries, and rows whose logits can be returned."""
+
+    pages: int
+    entries: int
+    logit_rows: int
+
+
+def _fitting(sequence: Sequence, size: int, room: _Room) -> Chunk | None:
+    """The largest next chunk, by halving, that there is room for."""
+    while size > 0:
+        chunk = sequence.next_chunk(size)
+        if chunk.pages_needed <= room.pages and chunk.entries <= room.entries and chunk.logits <= room.logit_rows:
+            return chunk
+        size = len(chunk.indices)
+        size = room.pages if room.pages < size == chunk.pages_needed else size // 2
+    return None

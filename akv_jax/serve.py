@@ -1,0 +1,330 @@
+"""`python -m akv_jax.serve`: a model behind an OpenAI-compatible server, from one command.
+
+The composition root: the one place in `akv_jax` that knows `serving`. HTTP listens first (so that probes get an answer,
+and a port in use is noticed before minutes of loading), then the model is loaded and warmed up in a thread beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import uvicorn
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from akv_jax.async_engine import AsyncEngine
+    from akv_jax.config import EngineConfig, ModelConfig
+    from akv_jax.models.load import LoadedModel
+    from serving.settings import Settings
+
+#: Exit codes: a failure of ours, and the usual one for a bad command line, port or model.
+EXIT_FAILURE, EXIT_USAGE = 1, 2
+
+#: Positions below which long agent runs do not fit without dropping and repositioning.
+SHORT_FOR_AGENTS = 32_768
+
+#: Defaults of --mem-fraction-static.
+GPU_MEM_FRACTION, CPU_MEM_FRACTION = 0.85, 0.15
+
+#: Tokens. A smaller default pool means that memory is short.
+MIN_POOL = 1024
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+class FlagError(Exception):
+    """Flags that do not fit this model or machine. The message is for the person at the command line."""
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, found {value}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65_535:
+        raise argparse.ArgumentTypeError(f"expected 0 to 65535, found {value}")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected more than 0 and at most 1, found {value}")
+    return value
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Flags are called what vLLM and SGLang call them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m akv_jax.serve",
+        description="Serve a model over OpenAI's API, with a cache field that edits attention.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
+    )
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="GGUF file or Hugging Face directory (default: SmolLM2-135M-Instruct, fetched)")
+    add("--served-model-name", metavar="NAME", help="name in answers and in /v1/models (default: the model's own)")
+    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    add("--port", type=_port, default=8000, help="port to listen on, 0 for any free one (%(default)s)")
+    add("--api-key", metavar="KEY", help="key that clients must send (AKV_API_KEY)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and KV (%(default)s)")
+    add("--tp", type=_positive, default=1, metavar="N", help="devices to shard the model over (only 1 so far)")
+    add("--attention-backend", default="xla", metavar="NAME", help="attention by name (%(default)s)")
+    add("--context-length", type=_positive, metavar="N", help="positions a request may use (default: the model's)")
+    add("--max-total-tokens", type=_positive, metavar="N", help="KV pool size, tokens (default: by memory)")
+    add("--mem-fraction-static", type=_fraction, metavar="F",
+        help="GPU: share of memory for weights and KV (0.85); CPU: share of free memory for KV (0.15)")  # fmt: skip
+    add("--max-running-requests", type=_positive, default=16, metavar="N", help="batch size (%(default)s)")
+    add("--max-queued-requests", type=_positive, default=256, metavar="N", help="queue size, then 503 (%(default)s)")
+    add("--chunked-prefill-size", type=_positive, default=256, metavar="N", help="prompt tokens a step (%(default)s)")
+    add("--max-body-size", type=_positive, metavar="BYTES", help="largest request body, then 413 (default: no limit)")
+    add("--seed", type=int, metavar="N", help="seed of requests that send none (default: random)")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
+    from serving.app import create_app
+    from serving.settings import Environment, Settings
+
+    parser = argument_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.tp > 1:
+        parser.error("--tp: sharding over several devices is not there yet; use --tp 1")
+    if arguments.model is not None and not os.path.exists(arguments.model):
+        parser.error(f"--model: no such file or directory: {arguments.model}")
+    environment = Environment.read()
+    settings = Settings(
+        served_model_name=arguments.served_model_name,
+        api_key=arguments.api_key or environment.api_key,
+        max_body_size=arguments.max_body_size,
+        log_level=arguments.log_level,
+    )
+    try:
+        listener = socket.create_server((arguments.host, arguments.port), family=_family(arguments.host), backlog=2048)
+    except OSError as error:
+        parser.error(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
+    console = Console(stderr=True)
+    return _serve(create_app(None, settings), settings, listener, arguments, environment.cache_dir, console)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+class QuietServer(uvicorn.Server):
+    """Uvicorn that has done its work when it has drained. The original would raise the signal again, for an exit code
+    of 143. A second Ctrl-C does not wait."""
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+
+def _serve(
+    app: FastAPI,
+    settings: Settings,
+    listener: socket.socket,
+    arguments: argparse.Namespace,
+    cache_dir: Path,
+    console: Console,
+) -> int:
+    """Listen at once, load beside it, serve until a signal comes or loading fails. Returns the exit code."""
+    from serving.app import attach_engine
+
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=round(settings.drain_seconds) + 1,
+    )
+    server = QuietServer(config)
+    failures: list[int] = []
+
+    def load() -> None:
+        try:
+            engine = load_engine(arguments, cache_dir, console)
+        except Exception as error:
+            failures.append(_explain(error, console))
+            server.should_exit = True
+        else:
+            attach_engine(app, engine)
+            host, port = listener.getsockname()[:2]
+            print_summary(console, engine, f"http://{f'[{host}]' if ':' in host else host}:{port}", settings)
+
+    loading = threading.Thread(target=load, name="load", daemon=True)
+    loading.start()
+    server.run(sockets=[listener])
+    if loading.is_alive():
+        # Stopped while loading. A thread inside the compiler can neither be told to end nor be waited for.
+        sys.stderr.flush()
+        os._exit(0)
+    return failures[0] if failures else 0
+
+
+def load_engine(arguments: argparse.Namespace, cache_dir: Path, console: Console) -> AsyncEngine:
+    """Load the model, build the engine, start it and warm it up.
+
+    Raises:
+        ModelError: the model cannot be had.
+        FlagError: flags that do not fit this model or machine.
+    """
+    import jax
+
+    from akv_jax.async_engine import AsyncEngine
+    from akv_jax.models.load import load_model
+
+    # The second start finds its programs compiled.
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    dtype = arguments.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    model = load_model(Path(arguments.model) if arguments.model else None, dtype, cache_dir)
+    engine = AsyncEngine(model, engine_config(arguments, model, dtype))
+    engine.start()
+    with _progress(console) as report:
+        engine.warm_up(report)
+    return engine
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[ProgressCallback]:
+    """A bar that is told (what, how many are done, how many there are)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("Warming up", total=None)
+        yield lambda what, done, total: bar.update(task, description=f"Warming up: {what}", completed=done, total=total)
+
+
+def engine_config(
+    arguments: argparse.Namespace, model: LoadedModel, dtype: Literal["float32", "bfloat16"]
+) -> EngineConfig:
+    """Flags and memory to the engine's sizes.
+
+    The default pool is what memory allows, but never more than all running requests at full length could use.
+    """
+    from akv_jax.config import EngineConfig
+
+    longest = model.config.max_positions
+    context_length = arguments.context_length or longest
+    if context_length > longest:
+        raise FlagError(f"--context-length {context_length}: {model.name} was trained for at most {longest} positions")
+    num_pages = arguments.max_total_tokens
+    if num_pages is None:
+        fitting = _free_pool_bytes(arguments.mem_fraction_static, model) // page_bytes(model.config, dtype)
+        num_pages = min(fitting, arguments.max_running_requests * context_length)
+        if num_pages < MIN_POOL:
+            raise FlagError(
+                f"memory is left for a pool of {max(num_pages, 0)} tokens only: "
+                "raise --mem-fraction-static, or set --max-total-tokens to go on regardless"
+            )
+    return EngineConfig(
+        context_length=context_length,
+        num_pages=num_pages,
+        max_running_requests=arguments.max_running_requests,
+        max_queued_requests=arguments.max_queued_requests,
+        chunked_prefill_size=arguments.chunked_prefill_size,
+        attention_backend=arguments.attention_backend,
+        dtype=dtype,
+        seed=arguments.seed,
+    )
+
+
+def page_bytes(config: ModelConfig, dtype: str) -> int:
+    """K and V of one token in all layers, bytes."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * (4 if dtype == "float32" else 2)
+
+
+def _free_pool_bytes(fraction: float | None, model: LoadedModel) -> int:
+    """What `--mem-fraction-static` leaves for the pool. On a GPU the weights come out of the fraction; on a CPU they
+    are in memory already, and the fraction is of what is still free."""
+    import jax
+
+    device = jax.local_devices()[0]
+    memory = device.memory_stats()
+    if memory is None or "bytes_limit" not in memory:
+        return int((fraction or CPU_MEM_FRACTION) * _free_memory())
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    return int((fraction or GPU_MEM_FRACTION) * memory["bytes_limit"]) - weights
+
+
+def _free_memory() -> int:
+    """Memory that new allocations can have without swapping, bytes; half of all of it where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Settings) -> None:
+    """What was started, and how to talk to it."""
+    import jax
+
+    config, model = engine.config, engine.model
+    device = jax.local_devices()[0]
+    pool = config.num_pages
+    name = settings.served_model_name or model.name
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in (
+        ("model", name),
+        ("source", model.source),
+        ("device", f"{device.platform} ({device.device_kind})"),
+        ("dtype", config.dtype),
+        ("context", f"{config.context_length:,} positions a request"),
+        ("KV pool", f"{pool:,} tokens, {pool * page_bytes(model.config, config.dtype) / 2**20:,.0f} MiB"),
+        ("buckets", " ".join(map(str, config.token_buckets)) + " tokens a step"),
+        ("batch", f"{config.max_running_requests} requests, {config.max_queued_requests} more in the queue"),
+        ("API key", "wanted" if settings.api_key else "none"),
+        ("URL", url),
+    ):
+        table.add_row(f"[bold]{key}[/bold]", str(value))
+    console.print(table)
+    if config.context_length < SHORT_FOR_AGENTS:
+        console.print(
+            f"[yellow]Note:[/yellow] {config.context_length:,} positions are short for agents. Recorded runs need "
+            "29K-93K logical tokens; with drop and reposition a run needs only as many positions as it keeps active."
+        )
+    authorization = "-H 'Authorization: Bearer ...' " if settings.api_key else ""
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32})
+    console.print(
+        f"\nTry:\n  curl {url}/v1/chat/completions {authorization}-d '{body}'\n", highlight=False, soft_wrap=True
+    )
+
+
+def _explain(error: Exception, console: Console) -> int:
+    """Say why there is no server. A person's mistake gets a sentence, ours a traceback. Returns the exit code."""
+    from akv_jax.models.weights.errors import ModelError
+
+    if isinstance(error, ModelError | FlagError):
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return EXIT_USAGE
+    console.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
+    return EXIT_FAILURE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Segment-batch attention in plain XLA: loops over tasks and blocks of pages with traced trip counts (DESIGN R3).
+
+Softmax is taken online, block by block, so neither a mask nor a score matrix of the whole length ever exists. A task of
+one query spreads its heads block-diagonally over the KV heads, so that each block is one dot; a tile does one dot a KV
+head with the query heads that share it stacked.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.rotary import rotate
+from pallas_kernels.segment_attention.api import LIST_PADDING, Attention, Lists, SegmentBatch
+
+#: Entries of a page list read at once.
+BLOCK = LIST_PADDING
+_LOWEST = -1e30
+
+
+class _Softmax(NamedTuple):
+    """Running maximum [M], sum [M] and weighted values [M, E] of M query vectors."""
+
+    top: Array
+    total: Array
+    values: Array
+
+
+class _Inputs(NamedTuple):
+    k_pool: Array
+    v_pool: Array
+    batch: SegmentBatch
+    cos: Array
+    sin: Array
+    sinks: Array | None
+
+
+def segment_attention(
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    batch: SegmentBatch,
+    cos: Array,
+    sin: Array,
+    sinks: Array | None,
+    attention: Attention,
+) -> Array:
+    """See `api.SegmentAttention`."""
+    inputs = _Inputs(k_pool, v_pool, batch, cos, sin, sinks)
+    out = _rows(q * attention.scale, inputs, attention)
+    return _tiles(q * attention.scale, out, inputs, attention) if batch.tiles.query.shape[0] else out
+
+
+def _rows(q: Array, inputs: _Inputs, attention: Attention) -> Array:
+    """Tasks of one query: [T, H, D]."""
+    heads, groups, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    own = jnp.arange(heads)[:, None] * groups // heads == jnp.arange(groups * dim)[None, :] // dim
+    spread = jnp.where(own, jnp.tile(q, (1, 1, groups)), 0)  # [T, H, G*D]
+
+    def one(task: Array, out: Array) -> Array:
+        row = inputs.batch.rows.query[task]
+        query = lax.dynamic_index_in_dim(spread, row, keepdims=False)
+        position = jnp.broadcast_to(inputs.batch.query_positions[row], (heads,))
+        (state,) = _attend([query], [inputs.sinks], position, inputs.batch.rows, task, inputs, attention)
+        values = jnp.where(own, state.values / jnp.maximum(state.total, 1e-30)[:, None], 0)
+        values = values.reshape(heads, groups, dim).sum(axis=1).astype(q.dtype)
+        return lax.dynamic_update_index_in_dim(out, values, row, axis=0)
+
+    return lax.fori_loop(0, inputs.batch.rows.num, one, jnp.zeros_like(q))
+
+
+def _tiles(q: Array, out: Array, inputs: _Inputs, attention: Attention) -> Array:
+    """Tasks of up to `tile` queries, written over `out` [T, H, D]."""
+    heads, groups, dim, tile = attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.tile
+    share = heads // groups
+    rows = q.shape[0]
+    # A slice past the end would be moved back by XLA: give every tile room.
+    q = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
+    out = jnp.pad(out, ((0, tile), (0, 0), (0, 0)))
+    positions = jnp.pad(inputs.batch.query_positions, (0, tile))
+    sinks = (
+        [None] * groups
+        if inputs.sinks is None
+        else list(jnp.tile(inputs.sinks.reshape(groups, 1, share), (1, tile, 1)).reshape(groups, -1))
+    )
+
+    def one(task: Array, out: Array) -> Array:
+        first = inputs.batch.tiles.query[task]
+        mine = lax.dynamic_slice_in_dim(q, first, tile).reshape(tile, groups, share, dim)
+        queries = [mine[:, group].reshape(tile * share, dim) for group in range(groups)]
+        position = jnp.repeat(lax.dynamic_slice_in_dim(positions, first, tile), share)
+        states = _attend(queries, sinks, position, inputs.batch.tiles, task, inputs, attention)
+        values = jnp.stack([s.values / jnp.maximum(s.total, 1e-30)[:, None] for s in states])
+        values = values.reshape(groups, tile, share, dim).swapaxes(0, 1).reshape(tile, heads, dim).astype(out.dtype)
+        mine = (jnp.arange(tile) < inputs.batch.tiles.count[task])[:, None, None]
+        values = jnp.where(mine, values, lax.dynamic_slice_in_dim(out, first, tile))
+        return lax.dynamic_update_slice_in_dim(out, values, first, axis=0)
+
+    return lax.fori_loop(0, inputs.batch.tiles.num, one, out)[:rows]
+
+
+def _attend(
+    queries: list[Array],
+    sinks: list[Array | None],
+    position: Array,
+    lists: Lists,
+    task: Array,
+    inputs: _Inputs,
+    attention: Attention,
+) -> list[_Softmax]:
+    """One task: each of `queries` [M, E] against its equal share of every key row; `position` [M] of each vector."""
+    length = lists.length[task]
+    step = functools.partial(_block, queries, position, lists.first[task], length, inputs, attention)
+    states = [_start(query, sink) for query, sink in zip(queries, sinks, strict=True)]
+    # A window may hide the oldest keys, so no block is free of masking there.
+    unmasked = lists.shared[task] // BLOCK if attention.window is None else jnp.int32(0)
+    if attention.window is None:
+        states = lax.fori_loop(0, unmasked, functools.partial(step, masked=False), states)
+    return lax.fori_loop(unmasked, (length + BLOCK - 1) // BLOCK, functools.partial(step, masked=True), states)
+
+
+def _start(query: Array, sink: Array | None) -> _Softmax:
+    values = jnp.zeros(query.shape, jnp.float32)
+    if sink is None:
+        return _Softmax(jnp.full(query.shape[:1], _LOWEST), jnp.zeros(query.shape[:1]), values)
+    return _Softmax(sink.astype(jnp.float32), jnp.ones(query.shape[:1]), values)
+
+
+def _block(
+    queries: list[Array],
+    position: Array,
+    first: Array,
+    length: Array,
+    inputs: _Inputs,
+    attention: Attention,
+    index: Array,
+    states: list[_Softmax],
+    *,
+    masked: bool,
+) -> list[_Softmax]:
+    """Fold block `index` of the task's page list into the running softmax."""
+    start = first + index * BLOCK
+    present = index * BLOCK + jnp.arange(BLOCK) < length
+    pages = lax.dynamic_slice_in_dim(inputs.batch.pages, start, BLOCK)
+    positions = lax.dynamic_slice_in_dim(inputs.batch.positions, start, BLOCK)
+    if masked:
+        pages = jnp.where(present, pages, 0)
+
+    def fold() -> list[_Softmax]:
+        keys = _keys(
+            pages,
+            jnp.where(present, lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK), 0),
+            inputs,
+            attention,
+            queries[0].dtype,
+        )
+        values = _load(inputs.v_pool, pages, queries[0].dtype)
+        distance = position[:, None] - positions[None, :]
+        seen = present[None, :] & (distance >= 0)
+        if attention.window is not None:
+            seen &= distance < attention.window
+        width = keys.shape[1] // len(queries)
+        return [
+            _fold(
+                query,
+                keys[:, i * width : (i + 1) * width],
+                values[:, i * width : (i + 1) * width],
+                seen if masked else None,
+                state,
+                attention,
+            )
+            for i, (query, state) in enumerate(zip(queries, states, strict=True))
+        ]
+
+    if attention.window is None:
+        return fold()
+    newest = jnp.max(jnp.where(present, positions, -1))
+    return lax.cond(position[0] - newest < attention.window, fold, lambda: states)
+
+
+def _fold(
+    query: Array, keys: Array, values: Array, seen: Array | None, state: _Softmax, attention: Attention
+) -> _Softmax:
+    scores = _dot(query, keys, 1)
+    if attention.softcap is not None:
+        scores = attention.softcap * jnp.tanh(scores / attention.softcap)
+    if seen is not None:
+        scores = jnp.where(seen, scores, _LOWEST)
+    top = jnp.maximum(state.top, scores.max(axis=1))
+    weights = jnp.exp(scores - top[:, None])
+    if seen is not None:
+        # A block that a query sees nothing of would otherwise count exp(0) for each hidden key.
+        weights = jnp.where(seen, weights, 0)
+    keep = jnp.exp(state.top - top)
+    return _Softmax(
+        top,
+        state.total * keep + weights.sum(axis=1),
+        state.values * keep[:, None] + _dot(weights.astype(values.dtype), values, 0),
+    )
+
+
+def _dot(a: Array, b: Array, axis: int) -> Array:
+    """a [M, K] with b contracted over `axis`, accumulated in float32 (and never in TF32)."""
+    return lax.dot_general(
+        a, b, (((1,), (axis,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def _keys(pages: Array, shifts: Array, inputs: _Inputs, attention: Attention, dtype: jnp.dtype) -> Array:
+    """Key rows [BLOCK, G*D] turned to their present positions (DESIGN C8, on_read)."""
+    keys = _load(inputs.k_pool, pages, dtype)
+    if not attention.shifts:
+        return keys
+
+    def turn(keys: Array) -> Array:
+        distance = jnp.abs(shifts)
+        cos, sin = inputs.cos[distance], inputs.sin[distance] * jnp.sign(shifts).astype(jnp.float32)[:, None]
+        heads = keys.reshape(-1, attention.num_kv_heads, attention.head_dim)
+        return rotate(heads, cos, sin, style=attention.rotary_style).reshape(keys.shape)
+
+    return lax.cond(jnp.any(shifts != 0), turn, lambda keys: keys, keys)
+
+
+def _load(pool: Array, pages: Array, dtype: jnp.dtype) -> Array:
+    rows = pool.at[pages].get(mode="promise_in_bounds")
+    return (
+        lax.bitcast_convert_type(rows, jnp.bfloat16).astype(dtype) if rows.dtype == jnp.uint16 else rows.astype(dtype)
+    )

@@ -1,0 +1,92 @@
+"""What all routes of one app share. One object per app, reached through `server_of(request)`; nothing is global."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastapi import Request as HttpRequest
+from starlette.exceptions import HTTPException
+from structlog.typing import FilteringBoundLogger
+
+from akv_jax.chat.choose_template import ChatFormat, TemplateError, chat_format
+from akv_jax.errors import invalid
+from serving.metrics import Metrics
+from serving.settings import Settings
+
+if TYPE_CHECKING:
+    from akv_jax.async_engine import AsyncEngine
+
+
+@dataclass
+class UnknownFields:
+    """Request fields that nobody reads: each is logged once, and a client that invents names cannot fill the memory."""
+
+    limit: int = 1000
+    seen: set[str] = field(default_factory=set)
+
+    def new(self, names: list[str]) -> list[str]:
+        """Those of `names` that were not seen before, shortened."""
+        fresh = [name for name in (n[:80] for n in names) if name not in self.seen]
+        fresh = fresh[: self.limit - len(self.seen)]
+        self.seen.update(fresh)
+        return fresh
+
+
+@dataclass
+class Server:
+    settings: Settings
+    log: FilteringBoundLogger
+    metrics: Metrics
+    #: None while the model loads.
+    engine: AsyncEngine | None = None
+    #: How the model's conversations become tokens, or why they do not.
+    chat: ChatFormat | TemplateError | None = None
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    #: Unix time, seconds.
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def attach(self, engine: AsyncEngine) -> None:
+        """Serve `engine` from now on. A model without a usable chat template still serves sequences."""
+        model = engine.model
+        try:
+            self.chat = chat_format(
+                model.tokenizer,
+                model.chat_template,
+                bos_token=model.bos_token,
+                eos_token=model.eos_token,
+                eos_token_ids=model.eos_token_ids,
+            )
+        except TemplateError as error:
+            self.chat = error
+            self.log.warning("chat completions will be refused", reason=str(error))
+        self.engine = engine
+
+    def require_chat(self) -> ChatFormat:
+        self.require_engine()
+        if not isinstance(self.chat, ChatFormat):
+            raise invalid(str(self.chat), "messages")
+        return self.chat
+
+    def require_engine(self) -> AsyncEngine:
+        """The engine, or the 503 of a server that is not ready yet."""
+        if self.engine is None or not self.engine.ready:
+            message = "The model is still loading; /ready turns 200 when it has warmed up."
+            raise HTTPException(503, message, {"Retry-After": "5"})
+        return self.engine
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name or self.require_engine().model.name
+
+    def log_unknown(self, names: Iterable[str]) -> None:
+        """Say once of every unknown request field that nobody looks at it."""
+        fresh = self.unknown_fields.new(sorted(names))
+        if fresh:
+            self.log.warning("unknown request fields are ignored", fields=fresh)
+
+
+def server_of(request: HttpRequest) -> Server:
+    return request.app.state.server

@@ -1,0 +1,58 @@
+"""A client that hangs up takes its work with it, at every stage."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import pytest
+
+from tests.serving.fake_engine import FakeEngine, endless, silent
+from tests.serving.running import Running, eventually
+
+Fake = tuple[Running, FakeEngine]
+
+
+def send(server: Running, body: bytes, length: int | None = None) -> socket.socket:
+    """POST by hand, so that the connection can be cut."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", [silent, endless], ids=["prefill", "decode"])
+def test_hanging_up_aborts_the_request(fake: Fake, script: object, stream: bool) -> None:
+    server, engine = fake
+    engine.script = script
+    body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": stream}).encode()
+    connection = send(server, body)
+    eventually(lambda: engine.running == 1)
+    if script is endless and stream:
+        assert b"200 OK" in connection.recv(64)
+    connection.close()
+    eventually(lambda: engine.running == 0)
+    assert engine.aborted == 1
+    eventually(lambda: "finish=abort" in server.log.getvalue())
+
+
+def test_hanging_up_while_sending_starts_nothing(fake: Fake) -> None:
+    server, engine = fake
+    send(server, b'{"messages": [', length=1000).close()
+    time.sleep(0.1)
+    assert engine.running == engine.aborted == 0
+    assert server.http.get("/health").status_code == 200
+
+
+def test_a_slow_stream_is_kept_alive_by_comments(fake: Fake) -> None:
+    server, engine = fake
+    engine.script = silent
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert next(response.iter_lines()).startswith(": keep-alive")
+    eventually(lambda: engine.running == 0)
