@@ -66,10 +66,13 @@ class _Work:
 class Engine:
     """Accepts requests, runs steps, gives outputs. Not thread-safe: `async_engine.AsyncEngine` serialises the calls."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, cache: KVCache | None = None) -> None:
-        """`cache` keeps K and V between requests; by default nothing is kept."""
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, cache: KVCache | None = None, runner: Runner | None = None
+    ) -> None:
+        """`cache` keeps K and V between requests; by default nothing is kept. `runner` may be one that is warm already
+        and was made for the same model, pool and buckets."""
         self.model, self.config = model, config
-        self.runner = Runner(model.config, model.params, config)
+        self.runner = Runner(model.config, model.params, config) if runner is None else runner
         self.executor: Executor = self.runner
         self.cache = NaiveCache() if cache is None else cache
         self.pool = PagePool(config.num_pages)

@@ -14,10 +14,9 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import uvicorn
 from rich.console import Console
@@ -26,10 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from akv_jax.async_engine import AsyncEngine
     from akv_jax.config import EngineConfig, ModelConfig
+    from akv_jax.engine import Engine
     from akv_jax.models.load import LoadedModel
     from serving.settings import Settings
 
@@ -45,7 +43,8 @@ GPU_MEM_FRACTION, CPU_MEM_FRACTION = 0.85, 0.15
 #: Tokens. A smaller default pool means that memory is short.
 MIN_POOL = 1024
 
-ProgressCallback = Callable[[str, int, int], None]
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 class FlagError(Exception):
@@ -104,7 +103,6 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
-    from serving.app import create_app
     from serving.settings import Environment, Settings
 
     parser = argument_parser()
@@ -124,8 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         listener = socket.create_server((arguments.host, arguments.port), family=_family(arguments.host), backlog=2048)
     except OSError as error:
         parser.error(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
+    # Imports JAX, which takes a while: not before the command line has proved right.
+    from akv_jax.async_engine import AsyncEngine
+
     console = Console(stderr=True)
-    return _serve(create_app(None, settings), settings, listener, arguments, environment.cache_dir, console)
+    engine = AsyncEngine(lambda: load_engine(arguments, environment.cache_dir), WarmUpBar(console))
+    return _serve(engine, settings, listener, console)
 
 
 def _family(host: str) -> socket.AddressFamily:
@@ -141,19 +143,12 @@ class QuietServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _serve(
-    app: FastAPI,
-    settings: Settings,
-    listener: socket.socket,
-    arguments: argparse.Namespace,
-    cache_dir: Path,
-    console: Console,
-) -> int:
-    """Listen at once, load beside it, serve until a signal comes or loading fails. Returns the exit code."""
-    from serving.app import attach_engine
+def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, console: Console) -> int:
+    """Listen at once, load beside it, serve until a signal comes or the engine cannot start. Returns the exit code."""
+    from serving.app import create_app
 
     config = uvicorn.Config(
-        app,
+        create_app(engine, settings),
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -161,31 +156,35 @@ def _serve(
         timeout_graceful_shutdown=round(settings.drain_seconds) + 1,
     )
     server = QuietServer(config)
-    failures: list[int] = []
 
-    def load() -> None:
+    def greet() -> None:
         try:
-            engine = load_engine(arguments, cache_dir, console)
-        except Exception as error:
-            failures.append(_explain(error, console))
+            engine.wait_ready()
+        except BaseException:
             server.should_exit = True
         else:
-            attach_engine(app, engine)
-            host, port = listener.getsockname()[:2]
-            print_summary(console, engine, f"http://{f'[{host}]' if ':' in host else host}:{port}", settings)
+            print_summary(console, engine, _url(listener), settings)
 
-    loading = threading.Thread(target=load, name="load", daemon=True)
-    loading.start()
+    engine.start()
+    greeter = threading.Thread(target=greet, daemon=True)
+    greeter.start()
     server.run(sockets=[listener])
-    if loading.is_alive():
+    if greeter.is_alive():
         # Stopped while loading. A thread inside the compiler can neither be told to end nor be waited for.
         sys.stderr.flush()
         os._exit(0)
-    return failures[0] if failures else 0
+    if engine.failure is not None:
+        return _explain(engine.failure, console)
+    return 0
 
 
-def load_engine(arguments: argparse.Namespace, cache_dir: Path, console: Console) -> AsyncEngine:
-    """Load the model, build the engine, start it and warm it up.
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> Engine:
+    """Load the model and build the engine, not warmed up yet.
 
     Raises:
         ModelError: the model cannot be had.
@@ -193,30 +192,36 @@ def load_engine(arguments: argparse.Namespace, cache_dir: Path, console: Console
     """
     import jax
 
-    from akv_jax.async_engine import AsyncEngine
+    from akv_jax.engine import Engine
     from akv_jax.models.load import load_model
+    from akv_jax.runtime.runner import default_dtype
 
     # The second start finds its programs compiled.
     jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    dtype = arguments.dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    wanted = default_dtype(jax.local_devices()[0]) if arguments.dtype == "auto" else arguments.dtype
+    dtype = cast(Dtype, wanted)
     model = load_model(Path(arguments.model) if arguments.model else None, dtype, cache_dir)
-    engine = AsyncEngine(model, engine_config(arguments, model, dtype))
-    engine.start()
-    with _progress(console) as report:
-        engine.warm_up(report)
-    return engine
+    return Engine(model, engine_config(arguments, model, dtype))
 
 
-@contextmanager
-def _progress(console: Console) -> Iterator[ProgressCallback]:
-    """A bar that is told (what, how many are done, how many there are)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("Warming up", total=None)
-        yield lambda what, done, total: bar.update(task, description=f"Warming up: {what}", completed=done, total=total)
+class WarmUpBar:
+    """A progress bar that is told (what comes now, how many are done, how many there are); lines where no bar can be."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._console = console
+        self._bar = Progress(*columns, console=console)
+        self._task = self._bar.add_task("Warming up")
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not self._console.is_terminal:
+            self._console.print(f"Warming up {done}/{total} ({what})", highlight=False)
+            return
+        self._bar.start()
+        self._bar.update(self._task, description=f"Warming up ({what})", completed=done, total=total)
+        if done == total:
+            self._bar.stop()
 
 
 def engine_config(
@@ -284,6 +289,8 @@ def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Set
     """What was started, and how to talk to it."""
     import jax
 
+    from akv_jax.runtime.runner import token_buckets
+
     config, model = engine.config, engine.model
     device = jax.local_devices()[0]
     pool = config.num_pages
@@ -296,7 +303,7 @@ def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Set
         ("dtype", config.dtype),
         ("context", f"{config.context_length:,} positions a request"),
         ("KV pool", f"{pool:,} tokens, {pool * page_bytes(model.config, config.dtype) / 2**20:,.0f} MiB"),
-        ("buckets", " ".join(map(str, config.token_buckets)) + " tokens a step"),
+        ("buckets", ", ".join(map(str, config.token_buckets or token_buckets(config))) + " tokens a step"),
         ("batch", f"{config.max_running_requests} requests, {config.max_queued_requests} more in the queue"),
         ("API key", "wanted" if settings.api_key else "none"),
         ("URL", url),
@@ -315,7 +322,7 @@ def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Set
     )
 
 
-def _explain(error: Exception, console: Console) -> int:
+def _explain(error: BaseException, console: Console) -> int:
     """Say why there is no server. A person's mistake gets a sentence, ours a traceback. Returns the exit code."""
     from akv_jax.models.weights.errors import ModelError
 

@@ -22,18 +22,11 @@ if TYPE_CHECKING:
     from akv_jax.async_engine import AsyncEngine
 
 
-def create_app(engine: AsyncEngine | None, settings: Settings, log: FilteringBoundLogger | None = None) -> FastAPI:
-    """An application around `engine`, which the caller starts.
-
-    None is a model that is still loading: `/health` answers, all the rest is a 503 until `attach_engine`. When the
-    server shuts down, the engine is stopped, requests getting `settings.drain_seconds` to finish.
-    """
+def create_app(engine: AsyncEngine, settings: Settings, log: FilteringBoundLogger | None = None) -> FastAPI:
+    """An application around `engine`, which the caller starts and which may still be loading: until it is ready,
+    `/health` and `/metrics` answer and all the rest is a 503. When the server shuts down, the engine is stopped."""
     app = FastAPI(title="AKV-JAX", docs_url="/docs", redoc_url=None, lifespan=_stop_engine_at_the_end)
-    metrics = Metrics(lambda: server.engine.stats() if server.engine is not None else None)
-    server = Server(settings, log or create_logger(settings.log_level), metrics)
-    if engine is not None:
-        server.attach(engine)
-    app.state.server = server
+    app.state.server = Server(settings, log or create_logger(settings.log_level), Metrics(), engine)
     install_error_handlers(app)
     app.include_router(system.public)
     for router in (chat.router, sequence.router, tokens.router, system.router):
@@ -41,14 +34,10 @@ def create_app(engine: AsyncEngine | None, settings: Settings, log: FilteringBou
     return app
 
 
-def attach_engine(app: FastAPI, engine: AsyncEngine) -> None:
-    """Give the application the engine that it was created without."""
-    app.state.server.attach(engine)
-
-
 @asynccontextmanager
 async def _stop_engine_at_the_end(app: FastAPI) -> AsyncIterator[None]:
     yield
     server: Server = app.state.server
-    if server.engine is not None:
-        await asyncio.to_thread(server.engine.stop, server.settings.drain_seconds)
+    # Uvicorn has waited for the answers by now: what still runs has nobody to read it. Loading cannot be stopped.
+    if server.engine.ready:
+        await asyncio.to_thread(server.engine.stop)

@@ -11,6 +11,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from akv_jax.chat.messages import describe
 from akv_jax.errors import Reason, RequestError, invalid
@@ -104,14 +105,35 @@ def _disconnected(request: HttpRequest, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-def _unexpected(request: HttpRequest, error: Exception) -> Response:
-    """A bug: the traceback goes to the log, never to the client."""
-    server_of(request).log.error("unexpected error", path=request.url.path, exc_info=error)
-    return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, unexpected_error_object())
+class CatchUnexpected:
+    """The last guard against bugs: the traceback goes to the log, never to the client.
+
+    Starlette's own handler would raise the exception again after the answer, and the server then cuts the connection
+    under the client's next request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            if begun or scope["type"] != "http":
+                raise
+            scope["app"].state.server.log.error("unexpected error", path=scope["path"], exc_info=error)
+            await error_response(HTTPStatus.INTERNAL_SERVER_ERROR, unexpected_error_object())(scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnected, _disconnected)
-    app.add_exception_handler(Exception, _unexpected)
+    app.add_middleware(CatchUnexpected)

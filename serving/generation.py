@@ -43,8 +43,6 @@ async def generate(server: Server, request: Request) -> AsyncGenerator[Output, N
     try:
         async with aclosing(server.require_engine().generate(request)) as outputs:
             async for output in outputs:
-                if output.error is not None:
-                    raise output.error
                 _note(server, record, output)
                 if output.finish_reason == "abort":
                     raise RequestError(Reason.SHUTTING_DOWN, "The server is shutting down.")

@@ -20,7 +20,10 @@ def create_logger(level: str, stream: TextIO = sys.stderr) -> FilteringBoundLogg
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
             structlog.dev.ConsoleRenderer(
-                colors=stream.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+                sort_keys=False,
+                colors=stream.isatty(),
+                pad_event_to=0,
+                exception_formatter=structlog.dev.plain_traceback,
             ),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,18 +18,13 @@ TOKEN_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 
 
 class EngineCollector(Collector):
-    """Asks for the engine's statistics whenever Prometheus asks for them. Empty while there is no engine."""
+    """One snapshot of the engine, as Prometheus has it."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+    def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
 
-    def describe(self) -> list[Metric]:
-        return []
-
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return
+        stats = self._stats
         pages = GaugeMetricFamily("akv:pages", "Pages (one token's KV each) by who holds them.", labels=["state"])
         for state in ("free", "cached", "leased", "private"):
             pages.add_metric([state], getattr(stats, f"pages_{state}"))
@@ -39,6 +34,7 @@ class EngineCollector(Collector):
         for name, text in (
             ("compilations", "Programs compiled; does not move after warm-up."),
             ("requests_aborted", "Requests that ended before their time, as by a client that hung up."),
+            ("requests", "Requests accepted."),
             ("forwards", "Forward passes."),
             ("prompt_tokens", "Logical prompt tokens."),
             ("computed_tokens", "Prompt tokens that were computed."),
@@ -49,35 +45,40 @@ class EngineCollector(Collector):
 
 
 class Metrics:
-    """One registry per app; `render` is the text of `/metrics`."""
+    """What the HTTP side counts, in a registry of its own."""
 
-    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(stats))
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
         self.finished = Counter(
-            "akv:request_success", "Requests that finished.", ["finished_reason"], registry=self.registry
+            "akv:request_success", "Requests that finished.", ["finished_reason"], registry=registry
         )
         self.refusals = Counter(
-            "akv:requests_refused", "Requests answered with an error.", ["reason"], registry=self.registry
+            "akv:requests_refused", "Requests answered with an error.", ["reason"], registry=registry
         )
         self.time_to_first_token = Histogram(
             "akv:time_to_first_token_seconds",
             "From arrival to the first token.",
-            registry=self.registry,
+            registry=registry,
             buckets=LATENCY_BUCKETS,
         )
         self.inter_token_latency = Histogram(
             "akv:inter_token_latency_seconds",
             "Between one token and the next of the same request.",
-            registry=self.registry,
+            registry=registry,
             buckets=TOKEN_LATENCY_BUCKETS,
         )
         self.latency = Histogram(
             "akv:e2e_request_latency_seconds",
             "From arrival to the last token.",
-            registry=self.registry,
+            registry=registry,
             buckets=LATENCY_BUCKETS,
         )
 
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+    def render(self, stats: EngineStats | None) -> bytes:
+        """All of it, the engine's part only where there are `stats`."""
+        text = generate_latest(self._registry)
+        if stats is not None:
+            snapshot = CollectorRegistry()
+            snapshot.register(EngineCollector(stats))
+            text += generate_latest(snapshot)
+        return text

@@ -40,42 +40,39 @@ class Server:
     settings: Settings
     log: FilteringBoundLogger
     metrics: Metrics
-    #: None while the model loads.
-    engine: AsyncEngine | None = None
-    #: How the model's conversations become tokens, or why they do not.
-    chat: ChatFormat | TemplateError | None = None
+    engine: AsyncEngine
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     #: Unix time, seconds.
     started: int = field(default_factory=lambda: int(time.time()))
-
-    def attach(self, engine: AsyncEngine) -> None:
-        """Serve `engine` from now on. A model without a usable chat template still serves sequences."""
-        model = engine.model
-        try:
-            self.chat = chat_format(
-                model.tokenizer,
-                model.chat_template,
-                bos_token=model.bos_token,
-                eos_token=model.eos_token,
-                eos_token_ids=model.eos_token_ids,
-            )
-        except TemplateError as error:
-            self.chat = error
-            self.log.warning("chat completions will be refused", reason=str(error))
-        self.engine = engine
-
-    def require_chat(self) -> ChatFormat:
-        self.require_engine()
-        if not isinstance(self.chat, ChatFormat):
-            raise invalid(str(self.chat), "messages")
-        return self.chat
+    #: Made at first use, when the model is there.
+    _chat: ChatFormat | TemplateError | None = None
 
     def require_engine(self) -> AsyncEngine:
-        """The engine, or the 503 of a server that is not ready yet."""
-        if self.engine is None or not self.engine.ready:
+        """The engine, or the 503 of a server that is not ready."""
+        if self.engine.failure is not None:
+            raise HTTPException(503, "The engine has stopped after an internal error.", {"x-should-retry": "false"})
+        if not self.engine.ready:
             message = "The model is still loading; /ready turns 200 when it has warmed up."
             raise HTTPException(503, message, {"Retry-After": "5"})
         return self.engine
+
+    def require_chat(self) -> ChatFormat:
+        """How the model's conversations become tokens. A model without a usable template still serves sequences."""
+        if self._chat is None:
+            model = self.require_engine().model
+            try:
+                self._chat = chat_format(
+                    model.tokenizer,
+                    model.chat_template,
+                    bos_token=model.bos_token,
+                    eos_token=model.eos_token,
+                    eos_token_ids=model.eos_token_ids,
+                )
+            except TemplateError as error:
+                self._chat = error
+        if isinstance(self._chat, TemplateError):
+            raise invalid(str(self._chat), "messages")
+        return self._chat
 
     @property
     def model_name(self) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
@@ -18,8 +16,11 @@ router = APIRouter(tags=["system"])
 
 
 @public.get("/health")
-async def health() -> dict:
-    """200 as soon as the process listens, while the model loads too: restart the server only if this fails."""
+async def health(request: HttpRequest) -> dict:
+    """200 as soon as the process listens, also while the model loads. 503 once the engine has died: restart then."""
+    server = server_of(request)
+    if server.engine.failure is not None:
+        server.require_engine()
     return {"status": "alive"}
 
 
@@ -32,8 +33,10 @@ async def ready(request: HttpRequest) -> dict:
 
 @public.get("/metrics")
 async def metrics(request: HttpRequest) -> Response:
-    """Prometheus text."""
-    return Response(server_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    """Prometheus text. The engine's own numbers are there once it is ready."""
+    server = server_of(request)
+    stats = await server.engine.stats() if server.engine.ready else None
+    return Response(server.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models")
@@ -56,5 +59,4 @@ async def models(request: HttpRequest) -> Response:
 async def flush_cache(request: HttpRequest) -> Response:
     """Free every page that no running request holds; running requests go on undisturbed (DESIGN A8)."""
     engine = server_of(request).require_engine()
-    freed = await asyncio.to_thread(engine.flush_cache)
-    return answer({"freed_pages": freed})
+    return answer({"freed_pages": await engine.flush_cache()})

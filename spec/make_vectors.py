@@ -31,8 +31,14 @@ HISTORIES: dict[str, list] = {
     "between: A B, drop A, C": [["append", [1, 2]], ["drop", [0]], ["append", [3]]],
     "never: B C": [["append", [2, 3]]],
     "position trace": [
-        *(["append", [1, 2, 3]], ["drop", [1]], ["reposition"], ["append", [4]]),
-        *(["drop", [3]], ["append", [5]], ["reposition"], ["append", [6]]),
+        ["append", [1, 2, 3]],
+        ["drop", [1]],
+        ["reposition"],
+        ["append", [4]],
+        ["drop", [3]],
+        ["append", [5]],
+        ["reposition"],
+        ["append", [6]],
     ],
     "reposition before the append": [["append", [1, 2, 3]], ["drop", [1]], ["reposition"], ["append", [4]]],
     "reposition after the append": [["append", [1, 2, 3]], ["drop", [1]], ["append", [4]], ["reposition"]],
@@ -47,45 +53,74 @@ HISTORIES: dict[str, list] = {
     ],
     "two repositions": [["append", [1, 2, 3, 4, 5]], ["drop", [1]], ["reposition"], ["drop", [0]], ["reposition"]],
     "full of operations that do nothing": [
-        *(["reposition"], ["append", [1]], ["append", [2, 3]], ["drop", []], ["reposition"], ["drop", [1]]),
-        *(["append", []], ["drop", [1, 0]], ["append", [4]], ["drop", [0, 1]], ["reposition"], ["reposition"]),
+        ["reposition"],
+        ["append", [1]],
+        ["append", [2, 3]],
+        ["drop", []],
+        ["reposition"],
+        ["drop", [1]],
+        ["append", []],
+        ["drop", [0, 1]],
+        ["append", [4]],
+        ["drop", [0, 1]],
+        ["reposition"],
+        ["reposition"],
     ],
     "drops are not merged across a reposition": [
-        *(["append", [1, 2, 3, 4]], ["drop", [1]], ["reposition"], ["drop", [2]], ["append", [5]]),
+        ["append", [1, 2, 3, 4]],
+        ["drop", [1]],
+        ["reposition"],
+        ["drop", [2]],
+        ["append", [5]],
     ],
     "keep the head and the tail of a long run": [
-        *(
-            ["append", list(range(1, 11))],
-            ["drop", [3, 4, 5, 6]],
-            ["append", [11]],
-            ["reposition"],
-            ["append", [12, 13]],
-        ),
+        ["append", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]],
+        ["drop", [3, 4, 5, 6]],
+        ["append", [11]],
+        ["reposition"],
+        ["append", [12, 13]],
     ],
 }
 
-#: history, resident, wanted (None is the last), windows a layer.
-CLOSURES: dict[str, tuple[list, list[int], list[int] | None, list[int | None]]] = {
-    "nothing at hand": ([["append", [1, 2, 3]]], [], None, [None]),
-    "everything at hand": ([["append", [1, 2, 3]]], [0, 1, 2], None, [None]),
-    "dropped before anything needed reads it": ([["append", [1, 2]], ["drop", [1]], ["append", [3]]], [], None, [None]),
-    "dropped after something needed has read it": (
-        *([["append", [1, 2, 3]], ["drop", [1]], ["append", [4]]], [], None, [None]),
-    ),
-    "dropped, evicted, and not needed": ([["append", [1, 2, 3]], ["drop", [1]], ["append", [4]]], [0, 2], None, [None]),
-    "evicted chain": (
-        *([["append", [1, 2]], ["drop", [0]], ["append", [3]], ["drop", [1]], ["append", [4]]], [], None, [None]),
-    ),
-    "read with a shift": (
-        *([["append", [1, 2, 3]], ["drop", [1]], ["reposition"], ["append", [4, 5]]], [0, 1, 2, 3, 4], None, [None]),
-    ),
-    "the last appended is dropped": ([["append", [1, 2, 3]], ["drop", [1, 2]]], [0, 1], None, [None]),
-    "logits of a resident token": ([["append", [1, 2, 3]], ["drop", [0]], ["append", [4]]], [1, 2, 3], [1], [None]),
-    "windows alone": (*([["append", [1, 2, 3, 4, 5, 6]], ["drop", [0, 1, 2, 3]], ["append", [7]]], [4], None, [1, 2]),),
-    "brought back into a window": (
-        [["append", [1, 2, 3, 4, 5]], ["drop", [1, 2, 3, 4]], ["reposition"], ["append", [6]], ["drop", [0]]],
-        *([], None, [2]),
-    ),
+#: What is not given is as in CLOSURE_DEFAULTS. `wanted` None is the last token; `windows` has one item a layer.
+CLOSURE_DEFAULTS: dict[str, Any] = {"resident": [], "wanted": None, "windows": [None]}
+CLOSURES: dict[str, dict[str, Any]] = {
+    "nothing at hand": {"history": [["append", [1, 2, 3]]]},
+    "everything at hand": {"history": [["append", [1, 2, 3]]], "resident": [0, 1, 2]},
+    "dropped before anything needed reads it": {"history": [["append", [1, 2]], ["drop", [1]], ["append", [3]]]},
+    "dropped after something needed has read it": {"history": [["append", [1, 2, 3]], ["drop", [1]], ["append", [4]]]},
+    "dropped, evicted, and not needed": {
+        "history": [["append", [1, 2, 3]], ["drop", [1]], ["append", [4]]],
+        "resident": [0, 2],
+    },
+    "evicted chain": {
+        "history": [["append", [1, 2]], ["drop", [0]], ["append", [3]], ["drop", [1]], ["append", [4]]],
+    },
+    "read with a shift": {
+        "history": [["append", [1, 2, 3]], ["drop", [1]], ["reposition"], ["append", [4, 5]]],
+        "resident": [0, 1, 2, 3, 4],
+    },
+    "the last appended is dropped": {"history": [["append", [1, 2, 3]], ["drop", [1, 2]]], "resident": [0, 1]},
+    "logits of a resident token": {
+        "history": [["append", [1, 2, 3]], ["drop", [0]], ["append", [4]]],
+        "resident": [1, 2, 3],
+        "wanted": [1],
+    },
+    "windows alone": {
+        "history": [["append", [1, 2, 3, 4, 5, 6]], ["drop", [0, 1, 2, 3]], ["append", [7]]],
+        "resident": [4],
+        "windows": [1, 2],
+    },
+    "brought back into a window": {
+        "history": [
+            ["append", [1, 2, 3, 4, 5]],
+            ["drop", [1, 2, 3, 4]],
+            ["reposition"],
+            ["append", [6]],
+            ["drop", [0]],
+        ],
+        "windows": [2],
+    },
 }
 
 SHARED: dict[str, tuple[str, str]] = {
@@ -105,7 +140,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "overlapping ranges": {"drop": {"3": [[3, -3, None], [3, 0, 2], [1, 1, 2]]}},
     "trigger past the end": {"drop": {"7": [[0, 0, None]]}, "reposition": [7]},
     "cumulative schedule": {"drop": {"1": [[0, 0, None]], "3": [[0, 0, None], [1, 0, None]]}, "reposition": [1, 3]},
-    "continued": {"drop": {"0": [[0, 0, None]], "3": [[1, 0, None]]}, "reposition": [3], "continued": True},
+    "continued": {
+        "drop": {"0": [[0, 0, None]], "3": [[1, 0, None]]},
+        "reposition": [3],
+        "continued": True,
+        "generation_prompt": [],
+    },
 }
 
 ROTARIES = {
@@ -116,7 +156,10 @@ ROTARIES = {
     "llama3": Rotary(8, base=500_000.0, scaling=RotaryScaling("llama3", 32.0, original_context=8192)),
     "yarn": Rotary(8, base=1_000_000.0, scaling=RotaryScaling("yarn", 4.0, original_context=32768)),
     "yarn, interleaved, partial, not truncated": Rotary(
-        *(6, 150_000.0, "interleaved", RotaryScaling("yarn", 32.0, original_context=4096, truncate=False)),
+        dim=6,
+        base=150_000.0,
+        style="interleaved",
+        scaling=RotaryScaling("yarn", 32.0, original_context=4096, truncate=False),
     ),
 }
 
@@ -189,20 +232,17 @@ def histories() -> list[dict]:
 
 
 def closures() -> list[dict]:
-    def case(name: str, operations: list, resident: list, wanted: list | None, windows: list) -> dict:
-        history = from_lists(operations)
+    def case(name: str, given: dict[str, Any]) -> dict:
+        history, resident, windows = from_lists(given["history"]), given["resident"], given["windows"]
         counted = usage(history, resident, windows)
         return {
             "name": name,
-            "history": operations,
-            "resident": resident,
-            "wanted": wanted,
-            "windows": windows,
-            "computed": sorted(closure(history, resident, wanted, windows)),
+            **given,
+            "computed": sorted(closure(history, resident, given["wanted"], windows)),
             "usage": {kind: sorted(indices) for kind, indices in asdict(counted).items()},
         }
 
-    return [case(name, *arguments) for name, arguments in CLOSURES.items()]
+    return [case(name, {**CLOSURE_DEFAULTS, **given}) for name, given in CLOSURES.items()]
 
 
 def sharing() -> list[dict]:
@@ -216,7 +256,6 @@ def requests() -> list[dict]:
     def case(name: str, edits: dict[str, Any]) -> dict:
         request = {"messages": MESSAGES, "generation_prompt": [99], "drop": {}, "reposition": [], "continued": False}
         request |= edits
-        request["generation_prompt"] = [] if request["continued"] else [99]
         drop = {int(trigger): [TokenRange(*part) for part in parts] for trigger, parts in request["drop"].items()}
         history = canonical(history_of(**{**request, "drop": drop}))
         return {"name": name, **request, "canonical": to_lists(history)}

@@ -104,9 +104,10 @@ def test_reposition_after_a_dropped_tail_lowers_the_next_position(model: Model) 
     closed = apply(gap, REPOSITION, model)
     assert (gap.n, closed.n) == (3, 2)
     assert [e.position for e in gap.active] == [e.position for e in closed.active] == [0, 1]
-    low, high = apply(closed, append("D"), model), apply(gap, append("D"), model)
-    assert (low.trajectory[-1].position, high.trajectory[-1].position) == (2, 3)
-    assert differ(low.trajectory[-1].logits, high.trajectory[-1].logits)
+    low = run(model, (append("ABC"), drop(2), REPOSITION, append("D")))
+    high = run(model, (append("ABC"), drop(2), append("D")))
+    assert (low.queries[-1].position, high.queries[-1].position) == (2, 3)
+    assert differ(low.logits[-1], high.logits[-1])
 
 
 def test_two_repositions_equal_one_rerotation_from_birth(model: Model) -> None:

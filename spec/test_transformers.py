@@ -41,7 +41,7 @@ THEIR_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddi
 THEIR_YARN |= {"rope_theta": 500.0}
 
 
-def full(**rotary: Any) -> tuple[Layer, Layer]:
+def full(**rotary: Any) -> tuple[Layer, ...]:
     return (Layer(Rotary(**{"dim": 8, **rotary})),) * 2
 
 

@@ -68,7 +68,7 @@ def test_closure_in_windows() -> None:
     assert closure((six, drop(1, 2, 3, 4, 5), R, D, drop(0)), (), windows=(2,)) == {0, 6}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(varieties())), histories(min_tokens=2), st.data())
 def test_closure_is_enough_and_no_more(
     models: dict[str, Model], name: str, history: History, data: st.DataObject

@@ -30,7 +30,7 @@ import jinja2
 from akv_jax.chat.cache_field import Part
 from akv_jax.chat.environment import compile_template
 from akv_jax.chat.messages import Message, Tool
-from akv_jax.errors import invalid
+from akv_jax.errors import RequestError, invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,9 @@ class FamilyTemplate:
         """`family` names a file of `templates/`; the rest is what one model of the family does its own way."""
         self.name = family
         self._end_tokens = end_tokens
-        self._template = compile_template(files("akv_jax.chat").joinpath(f"templates/{family}.jinja").read_text("utf-8"))
+        self._template = compile_template(
+            files("akv_jax.chat").joinpath(f"templates/{family}.jinja").read_text("utf-8")
+        )
         self._settings: dict[str, Any] = {
             "bos": bos,
             "default_system": default_system,
@@ -151,8 +153,9 @@ def sampled_pieces(k: int, ids: tuple[int, ...], footer: str, is_open: bool, end
 class PlainTemplate:
     """A model's own template, for conversations of plain text.
 
-    Where a message ends is found by rendering every prefix of the conversation, which also proves for each request
-    that the template is append-only on it; quadratic in the messages, 100 of them take some 20 ms.
+    Where a message ends is found by rendering it behind the one before it alone, which is linear in the conversation.
+    If the pieces do not add up to the whole, every prefix of the conversation is rendered instead, which is quadratic
+    and either proves that the template is append-only on this conversation or refuses it.
     """
 
     name = "stock"
@@ -176,12 +179,14 @@ class PlainTemplate:
     ) -> Iterator[Piece]:
         """See `ChatTemplate.pieces`. Also refuses tools, tool calls and reasoning."""
         self._refuse_parts(messages, tools)
-        text = ""
-        for k, message in enumerate(messages):
+        whole = self.render(messages, generation_prompt=False)
+        texts = self._texts_by_pairs(messages, whole) or self._texts_by_prefixes(messages)
+        footers: dict[str, int] = {}
+        for k, (message, text) in enumerate(zip(messages, texts, strict=True)):
+            if message.role not in footers:
+                footers[message.role] = self._footer_size(k, message, messages)
+            header, content, footer = _split(k, message, text, footers[message.role])
             is_open = continue_final and k == len(messages) - 1
-            longer = self._extend(text, messages[: k + 1])
-            header, content, footer = self._split(k, message, longer[len(text) :], messages)
-            text = longer
             yield Piece(k, None, header)
             if message.token_ids is not None:
                 yield from sampled_pieces(k, message.token_ids, footer, is_open, self._end_tokens)
@@ -191,7 +196,9 @@ class PlainTemplate:
                 yield Piece(k, None, footer)
         if generation_prompt:
             prompt = self.render(messages, generation_prompt=True)
-            yield Piece(None, None, prompt[len(text) :])
+            if not prompt.startswith(whole):
+                raise invalid("the model's chat template rewrites these messages for a reply", "messages")
+            yield Piece(None, None, prompt[len(whole) :])
 
     def _refuse_parts(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
         if tools:
@@ -202,26 +209,48 @@ class PlainTemplate:
                     path = f"messages[{k}].{key}"
                     raise invalid(f"this model's chat template is for text only: expected no {key}", path)
 
-    def _extend(self, text: str, messages: Sequence[Message]) -> str:
-        longer = self.render(messages, generation_prompt=False)
-        if not longer.startswith(text):
-            k = len(messages) - 1
-            raise invalid("the model's chat template rewrites earlier messages once this one follows", f"messages[{k}]")
-        return longer
+    def _texts_by_pairs(self, messages: Sequence[Message], whole: str) -> list[str] | None:
+        """The text of each message, if it depends on no more than the message before it (on all, for the first two)."""
+        texts, at = [], 0
+        try:
+            for k in range(len(messages)):
+                first = k - 1 if k >= 2 else 0
+                before = self.render(messages[first:k], generation_prompt=False) if k else ""
+                pair = self.render(messages[first : k + 1], generation_prompt=False)
+                text = pair[len(before) :]
+                if not pair.startswith(before) or not whole.startswith(text, at):
+                    return None
+                texts.append(text)
+                at += len(text)
+        except RequestError:  # a template may insist on how conversations begin
+            return None
+        return texts if at == len(whole) else None
 
-    def _split(self, k: int, message: Message, text: str, messages: Sequence[Message]) -> tuple[str, str, str]:
-        """The text of one message as header, content and footer, found by rendering it with other content."""
-        footer_size = self._footer_size(k, message, messages)
-        end = len(text) - footer_size
-        for content in (message.content, message.content.strip()):
-            start = end - len(content)
-            if start >= 0 and text[start:end] == content:
-                return text[:start], content, text[end:]
-        raise invalid("the model's chat template rewrites the content of this message", f"messages[{k}].content")
+    def _texts_by_prefixes(self, messages: Sequence[Message]) -> list[str]:
+        texts, before = [], ""
+        for k in range(len(messages)):
+            longer = self.render(messages[: k + 1], generation_prompt=False)
+            if not longer.startswith(before):
+                message = "the model's chat template rewrites earlier messages once this one follows"
+                raise invalid(message, f"messages[{k}]")
+            texts.append(longer[len(before) :])
+            before = longer
+        return texts
 
     def _footer_size(self, k: int, message: Message, messages: Sequence[Message]) -> int:
+        """How many characters follow the content of message k, seen by rendering it with other content."""
         marker = "\ue000marker\ue000"
         marked = self.render((*messages[:k], Message(message.role, marker)), generation_prompt=False)
         if marker not in marked:
             raise invalid(f"the model's chat template does not show messages of role {message.role}", f"messages[{k}]")
         return len(marked) - marked.rindex(marker) - len(marker)
+
+
+def _split(k: int, message: Message, text: str, footer_size: int) -> tuple[str, str, str]:
+    """The text of one message as header, content (templates may trim it) and footer."""
+    end = len(text) - footer_size
+    for content in (message.content, message.content.strip()):
+        start = end - len(content)
+        if start >= 0 and text[start:end] == content:
+            return text[:start], content, text[end:]
+    raise invalid("the model's chat template rewrites the content of this message", f"messages[{k}].content")

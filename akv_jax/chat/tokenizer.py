@@ -109,17 +109,17 @@ class Tokenizer:
             strips_first_space="Strip" in steps or metaspace.get("prepend_scheme", "never") != "never",
         )
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id with a token. A model's embedding may have more rows."""
-        return self._vocab_size
-
-    @cached_property
-    def _vocab_size(self) -> int:
         return 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str, allow_special: bool = True) -> list[int]:
-        """Token ids of the text. With `allow_special` False, "<|im_end|>" and its like are ordinary text."""
+        """Token ids of the text. With `allow_special` False, "<|im_end|>" and its like are ordinary text.
+
+        Some vocabularies lack a few bytes (SmolLM2's: U+0004, U+0006, U+0013, U+0014, U+0016, U+001D and everything
+        from U+40000 on); these vanish, as they do in the model's own tokenizer.
+        """
         backend = self._backend if allow_special else self._plain
         return backend.encode(text, add_special_tokens=False).ids
 

@@ -94,8 +94,9 @@ class _Header:
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.error(key, value, "an integer")
+        least = 0 if default == 0 else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.error(key, value, f"an integer of at least {least}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +34,7 @@ class LoadedModel:
 
     config: ModelConfig
     #: NumPy arrays; `weights.table.weight_table(config)` names every one with its shape and axes.
-    params: Params
+    params: Params = field(repr=False)
     tokenizer: Tokenizer
     #: Jinja source as the model brings it, None if it has none.
     chat_template: str | None

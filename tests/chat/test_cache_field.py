@@ -126,7 +126,10 @@ ILL_FORMED = {
     # synonyms, under their own names
     "drop_message above": ({"drop_message": {"5": [2, 6]}}, "drop_message.5[1]"),
     "drop_message list": ({"drop_message": [2]}, "drop_message"),
-    "drop_message tokens": ({"drop_message": {"3": [{"message": 0, "tokens": [0, True]}]}}, "drop_message.3[0].tokens[1]"),
+    "drop_message tokens": (
+        {"drop_message": {"3": [{"message": 0, "tokens": [0, True]}]}},
+        "drop_message.3[0].tokens[1]",
+    ),
     "reposition synonym": ({"reposition": [1, 3, 2]}, "reposition[2]"),
     "reposition synonym true": ({"reposition": True}, "reposition"),
     "rule string": ({"drop_rule": "thinking_drop"}, "drop_rule"),

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from akv_jax.config import ModelConfig, MoE  # noqa: F401 (tests take MoE from here)
+from akv_jax.config import ModelConfig
 from akv_jax.models.weights.table import Params, build_params, weight_table
 
 #: A vocabulary of GPT-2's byte characters and a few control tokens.
@@ -103,7 +103,7 @@ def hf_tensors(config: ModelConfig, params: Params, dtype: Any = np.float32) -> 
 
 
 def gguf_order(weight: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k: dimension i of the first half moves to 2i, of the second to 2i + 1."""
+    """What llama.cpp's converter does to q and k: row i of a head's first half moves to 2i, of the second to 2i + 1."""
     head_dim = weight.shape[0] // heads
     out = np.empty_like(weight)
     for head in range(heads):

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from akv_jax.config import Rotary, RotaryScaling
+from akv_jax.config import MoE, Rotary, RotaryScaling
 from akv_jax.models.llama import config_from_hf
 from akv_jax.models.load import load_model
 from akv_jax.models.rope import inverse_frequencies
@@ -106,7 +106,7 @@ def test_reader_agrees_with_the_gguf_package(tmp_path):
 
 def test_mixture_of_experts(tmp_path):
     """Mixtral's files say `llama` and stack the experts."""
-    config = replace(CONFIG, moe=tiny.MoE(num_experts=3, experts_per_token=2, intermediate_size=96))
+    config = replace(CONFIG, moe=MoE(num_experts=3, experts_per_token=2, intermediate_size=96))
 
     def experts(writer: gguf.GGUFWriter) -> None:
         writer.add_expert_count(3)
@@ -223,6 +223,23 @@ def test_per_layer_head_counts_are_refused(tmp_path):
         load(write(tmp_path, extra=varying))
 
 
+def test_header_errors_name_the_key(tmp_path):
+    def without(key: str, value=None) -> Callable[[gguf.GGUFWriter], None]:
+        def change(writer: gguf.GGUFWriter) -> None:
+            writer.kv_data[0].pop(f"llama.{key}")
+            if value is not None:
+                writer.add_key_value(f"llama.{key}", value, gguf.GGUFValueType.UINT32)
+
+        return change
+
+    with pytest.raises(ModelError, match=r"llama\.attention\.head_count is 0, expected an integer of at least 1"):
+        load(write(tmp_path, extra=without("attention.head_count", 0)))
+    with pytest.raises(ModelError, match=r"llama\.embedding_length is None, expected an integer"):
+        load(write(tmp_path, extra=without("embedding_length")))
+    with pytest.raises(ModelError, match=r"layer_norm_rms_epsilon is None, expected a number"):
+        load(write(tmp_path, extra=without("attention.layer_norm_rms_epsilon")))
+
+
 def test_damaged_files_are_named(tmp_path):
     whole = write(tmp_path).read_bytes()
     header = whole.index(b"token_embd.weight")
@@ -254,7 +271,7 @@ def test_transformers_reads_the_same_weights(tmp_path):
     path = write(tmp_path, kinds={"blk.0.attn_q.weight": Kind.Q4_1, "blk.0.attn_k.weight": Kind.Q8_0})
     names = dict.fromkeys(name for info in weight_table(CONFIG) for name in info.hf)
     skeleton = SimpleNamespace(
-        config=transformers.LlamaConfig(num_hidden_layers=2), state_dict=lambda: names, named_children=lambda: []
+        config=transformers.LlamaConfig(num_hidden_layers=2), state_dict=lambda: names, named_children=list
     )
     theirs = reader.load_gguf_checkpoint(path, return_tensors=True, model_to_load=skeleton)["tensors"]
     ours = load(path).params

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from akv_jax.async_engine import AsyncEngine
+from akv_jax.config import EngineConfig
+from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel
 from tests.serving.fake_engine import FakeEngine, endless
 from tests.serving.running import Running, running, tiny_model
@@ -32,3 +35,16 @@ def fake(_fake: tuple[Running, FakeEngine]) -> Iterator[tuple[Running, FakeEngin
     engine.aborted = 0
     yield _fake
     engine.script, engine.ready = endless, True
+
+
+@pytest.fixture(scope="session")
+def tiny(model: LoadedModel) -> Iterator[Running]:
+    """The real engine on a tiny random model: right in everything but sense."""
+    config = EngineConfig(
+        context_length=256, num_pages=1024, max_running_requests=4, chunked_prefill_size=64, token_buckets=(64,)
+    )
+    engine = AsyncEngine(lambda: Engine(model, config))
+    engine.start()
+    with running(engine, served_model_name="tiny-served") as server:
+        engine.wait_ready()
+        yield server

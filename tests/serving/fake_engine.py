@@ -57,13 +57,14 @@ class FakeEngine:
     script: Script = endless
     config: EngineConfig = field(default_factory=lambda: EngineConfig(context_length=128, num_pages=256))
     ready: bool = True
+    failure: Exception | None = None
     running: int = 0
     aborted: int = 0
     stopped: bool = False
 
     def start(self) -> None: ...
 
-    def stop(self, drain_seconds: float) -> None:
+    def stop(self, drain_seconds: float = 0.0) -> None:
         self.stopped = True
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -79,8 +80,8 @@ class FakeEngine:
             self.running -= 1
             self.aborted += not finished
 
-    def stats(self) -> SimpleNamespace:
-        zero = ("compilations", "forwards", "prompt_tokens", "computed_tokens", "generation_tokens", "preemptions")
+    async def stats(self) -> SimpleNamespace:
+        totals = "compilations requests forwards prompt_tokens computed_tokens generation_tokens preemptions"
         return SimpleNamespace(
             num_running=self.running,
             num_waiting=0,
@@ -89,8 +90,8 @@ class FakeEngine:
             pages_leased=2,
             pages_private=1,
             requests_aborted_total=self.aborted,
-            **{f"{name}_total": 0 for name in zero},
+            **{f"{name}_total": 0 for name in totals.split()},
         )
 
-    def flush_cache(self) -> int:
+    async def flush_cache(self) -> int:
         return 3

@@ -78,6 +78,15 @@ def eventually(condition: Any, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+def send(server: Running, body: bytes, length: int | None = None) -> socket.socket:
+    """POST by hand, so that the connection can be cut."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
 def byte_tokenizer() -> Tokenizer:
     """One token a byte, then ChatML's special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -89,7 +98,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def tiny_model(max_positions: int = 1024) -> LoadedModel:
-    """Two layers of random float32 weights that know nothing."""
+    """Two layers of random float32 weights that know nothing. (With one, K and V would not depend on the history.)"""
     tokenizer = byte_tokenizer()
     config = ModelConfig(
         vocab_size=tokenizer.vocab_size,

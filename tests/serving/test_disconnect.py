@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 
 import pytest
 
 from tests.serving.fake_engine import FakeEngine, endless, silent
-from tests.serving.running import Running, eventually
+from tests.serving.running import Running, eventually, send
 
 Fake = tuple[Running, FakeEngine]
-
-
-def send(server: Running, body: bytes, length: int | None = None) -> socket.socket:
-    """POST by hand, so that the connection can be cut."""
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
-    return connection
 
 
 @pytest.mark.parametrize("stream", [False, True])

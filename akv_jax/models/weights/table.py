@@ -53,7 +53,8 @@ class ArrayInfo:
 class TensorSource(Protocol):
     """A file, or several, of named tensors."""
 
-    file_format: Literal["gguf", "hf"]
+    @property
+    def file_format(self) -> Literal["gguf", "hf"]: ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

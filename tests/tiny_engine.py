@@ -1,0 +1,101 @@
+"""The real engine on the spec's tiny models, with one warm runner for each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from akv_jax import config as engine_config
+from akv_jax.cache.base import KVCache
+from akv_jax.config import EngineConfig
+from akv_jax.engine import Engine
+from akv_jax.models.load import LoadedModel
+from akv_jax.request import Output, Request, Sampling
+from akv_jax.runtime.runner import Runner
+from spec import model as spec_model
+from spec.operations import Append, Operation
+
+
+class OneByteTokens:
+    """Token i is the character with code 48 + i; all that the engine asks of a tokenizer."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return chr(48 + token_id).encode()
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
+def engine_model(config: spec_model.ModelConfig) -> engine_config.ModelConfig:
+    """The engine's ModelConfig with the same field values."""
+
+    def rotary(value: Any) -> engine_config.Rotary:
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if value.scaling is not None:
+            fields["scaling"] = engine_config.RotaryScaling(**dataclasses.asdict(value.scaling))
+        return engine_config.Rotary(**fields)
+
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    fields["layers"] = tuple(engine_config.Layer(rotary(layer.rotary), layer.window) for layer in config.layers)
+    if config.moe is not None:
+        fields["moe"] = engine_config.MoE(**dataclasses.asdict(config.moe))
+    return engine_config.ModelConfig(**fields)
+
+
+def loaded(config: engine_config.ModelConfig, params: Any, eos: tuple[int, ...] = ()) -> LoadedModel:
+    """Weights as float32, and a tokenizer of single characters."""
+    weights = _float32(params)
+    return LoadedModel(config, weights, cast(Any, OneByteTokens()), None, eos, "", "", config.name, "random")
+
+
+def _float32(params: Any) -> Any:
+    if isinstance(params, dict):
+        return {name: _float32(value) for name, value in params.items()}
+    if isinstance(params, list):
+        return [_float32(value) for value in params]
+    return np.asarray(params, np.float32)
+
+
+class TinyEngine:
+    """Makes engines that share one compiled runner. Every row of a step may have its logits returned."""
+
+    def __init__(self, config: spec_model.ModelConfig, params: Any, **settings: Any) -> None:
+        sizes = {"context_length": 256, "num_pages": 512, "max_running_requests": 48, "chunked_prefill_size": 48}
+        self.settings = EngineConfig(
+            **{**sizes, "token_buckets": (48,), "max_list_entries": 1 << 14, "tile": 16, **settings}
+        )
+        self.model = loaded(engine_model(config), params)
+        self.runner = Runner(self.model.config, self.model.params, self.settings)
+
+    def engine(self, cache: KVCache | None = None, **settings: Any) -> Engine:
+        """A fresh engine; `settings` change what no executable depends on."""
+        return Engine(self.model, dataclasses.replace(self.settings, **settings), cache, self.runner)
+
+
+def score(request_id: str, operations: Sequence[Operation], max_tokens: int = 1) -> Request:
+    """Asks for the logits of every token appended."""
+    count = sum(len(op.tokens) for op in operations if isinstance(op, Append))
+    greedy = Sampling(max_tokens=max_tokens, temperature=0.0)
+    return Request(request_id, tuple(operations), greedy, logits_at=tuple(range(count)))
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[Output]]:
+    """Serve `requests` together to their end, checking the page accounting after every step (DESIGN C7)."""
+    outputs: dict[str, list[Output]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.submit(request)
+    while engine.busy:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check()
+    assert engine.stats().pages_private == 0
+    return outputs
+
+
+def prompt_logits(outputs: Sequence[Output]) -> np.ndarray:
+    """Float32 [prompt tokens, vocab] of a request made by `score`."""
+    (logits,) = [output.prompt_logits for output in outputs if output.prompt_logits is not None]
+    return logits
