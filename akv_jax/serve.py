@@ -40,7 +40,7 @@ SHORT_FOR_AGENTS = 32_768
 #: Defaults of --mem-fraction-static.
 GPU_MEM_FRACTION, CPU_MEM_FRACTION = 0.85, 0.15
 
-#: Tokens. A smaller default pool means that memory is short.
+#: Tokens, and what the default pool is a multiple of. A smaller one means that memory is short.
 MIN_POOL = 1024
 
 
@@ -91,7 +91,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--context-length", type=_positive, metavar="N", help="positions a request may use (default: the model's)")
     add("--max-total-tokens", type=_positive, metavar="N", help="KV pool size, tokens (default: by memory)")
     add("--mem-fraction-static", type=_fraction, metavar="F",
-        help="GPU: share of memory for weights and KV (0.85); CPU: share of free memory for KV (0.15)")  # fmt: skip
+        help="GPU: share of memory for weights and KV (0.85); CPU: share of memory for KV (0.15)")  # fmt: skip
     add("--max-running-requests", type=_positive, default=16, metavar="N", help="batch size (%(default)s)")
     add("--max-queued-requests", type=_positive, default=256, metavar="N", help="queue size, then 503 (%(default)s)")
     add("--chunked-prefill-size", type=_positive, default=256, metavar="N", help="prompt tokens a step (%(default)s)")
@@ -206,7 +206,7 @@ def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> Engine:
 
 
 class WarmUpBar:
-    """A progress bar that is told (what comes now, how many are done, how many there are); lines where no bar can be."""
+    """A progress bar that is told (what comes now, how many are done, how many there are); lines off terminals."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -239,8 +239,8 @@ def engine_config(
         raise FlagError(f"--context-length {context_length}: {model.name} was trained for at most {longest} positions")
     num_pages = arguments.max_total_tokens
     if num_pages is None:
-        fitting = _free_pool_bytes(arguments.mem_fraction_static, model) // page_bytes(model.config, dtype)
-        num_pages = min(fitting, arguments.max_running_requests * context_length)
+        fitting = _pool_bytes(arguments.mem_fraction_static, model) // page_bytes(model.config, dtype)
+        num_pages = min(fitting // MIN_POOL * MIN_POOL, arguments.max_running_requests * context_length)
         if num_pages < MIN_POOL:
             raise FlagError(
                 f"memory is left for a pool of {max(num_pages, 0)} tokens only: "
@@ -263,26 +263,29 @@ def page_bytes(config: ModelConfig, dtype: str) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * (4 if dtype == "float32" else 2)
 
 
-def _free_pool_bytes(fraction: float | None, model: LoadedModel) -> int:
-    """What `--mem-fraction-static` leaves for the pool. On a GPU the weights come out of the fraction; on a CPU they
-    are in memory already, and the fraction is of what is still free."""
+def _pool_bytes(fraction: float | None, model: LoadedModel) -> int:
+    """What `--mem-fraction-static` leaves for the pool, bytes. On a GPU the weights come out of the fraction.
+
+    Of all memory, not of what is free: the pool's size is part of every compiled program, and the next start is only
+    quick if it is the same again.
+    """
     import jax
 
     device = jax.local_devices()[0]
     memory = device.memory_stats()
     if memory is None or "bytes_limit" not in memory:
-        return int((fraction or CPU_MEM_FRACTION) * _free_memory())
+        return int((fraction or CPU_MEM_FRACTION) * _host_memory())
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     return int((fraction or GPU_MEM_FRACTION) * memory["bytes_limit"]) - weights
 
 
-def _free_memory() -> int:
-    """Memory that new allocations can have without swapping, bytes; half of all of it where the system does not say."""
+def _host_memory() -> int:
+    """Memory of the machine or, where it is less, of the container, bytes."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return total
 
 
 def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Settings) -> None:

@@ -13,7 +13,6 @@ from jax import Array
 
 from pallas_kernels.rotary import Style
 
-
 #: A backend may read lists in blocks of up to this many entries.
 LIST_PADDING = 256
 

@@ -115,9 +115,10 @@ def _attend(
     length = lists.length[task]
     step = functools.partial(_block, queries, position, lists.first[task], length, inputs, attention)
     states = [_start(query, sink) for query, sink in zip(queries, sinks, strict=True)]
-    # A window may hide the oldest keys, so no block is free of masking there.
-    unmasked = lists.shared[task] // BLOCK if attention.window is None else jnp.int32(0)
-    if attention.window is None:
+    unmasked = jnp.int32(0)
+    # One query gains nothing from leaving the mask out, and a window may hide the oldest keys of any tile.
+    if len(queries) > 1 and attention.window is None:
+        unmasked = lists.shared[task] // BLOCK
         states = lax.fori_loop(0, unmasked, functools.partial(step, masked=False), states)
     return lax.fori_loop(unmasked, (length + BLOCK - 1) // BLOCK, functools.partial(step, masked=True), states)
 
