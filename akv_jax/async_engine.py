@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 
@@ -30,11 +32,31 @@ class _Subscriber:
         self.outputs: asyncio.Queue[Output] = asyncio.Queue()
 
     def send(self, output: Output) -> None:
-        try:
+        # The client's loop may be gone, and the client with it.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.outputs.put_nowait, output)
-        except RuntimeError:
-            # The client's loop is gone, and the client with it.
-            pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something to do in the engine's thread, between two steps."""
+
+    function: Callable[[Engine], Any]
+    future: Future[Any]
+
+    def run(self, engine: Engine) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            # The caller has gone away meanwhile.
+            return
+        try:
+            self.future.set_result(self.function(engine))
+        except BaseException as error:
+            self.future.set_exception(error)
+
+    def refuse(self, error: Exception) -> None:
+        # Two threads may refuse the same call.
+        with contextlib.suppress(InvalidStateError):
+            self.future.set_exception(error)
 
 
 class AsyncEngine:
@@ -43,7 +65,7 @@ class AsyncEngine:
     def __init__(self, make_engine: Callable[[], Engine], progress: Progress = lambda *_: None) -> None:
         """`make_engine` is called in the engine's thread, so that loading does not hold up the server's start."""
         self._make_engine, self._progress = make_engine, progress
-        self._calls: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._subscribers: dict[str, _Subscriber] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._engine: Engine | None = None
@@ -51,6 +73,7 @@ class AsyncEngine:
         self._draining = False
         #: True once warm-up is over, until `stop`.
         self.ready = False
+        self._ended: RequestError | None = None
         #: Why the engine could not start, or died.
         self.failure: BaseException | None = None
 
@@ -85,8 +108,8 @@ class AsyncEngine:
         if self._thread.is_alive():
             self._thread.join(timeout=30)
 
-    async def generate(self, request: Request) -> AsyncIterator[Output]:
-        """Outputs of one request as they come. RequestError if it is refused. Closing the iterator aborts the request."""
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        """Outputs of one request as they come; closing the iterator aborts it. RequestError if it is refused."""
         if self._draining:
             raise RequestError(Reason.SHUTTING_DOWN, "the server is shutting down")
         subscriber = _Subscriber()
@@ -102,7 +125,7 @@ class AsyncEngine:
                     return
         finally:
             self._subscribers.pop(request.request_id, None)
-            self._calls.put(lambda engine: engine.abort(request.request_id))
+            self._calls.put(_Call(lambda engine: engine.abort(request.request_id), Future()))
 
     async def stats(self) -> EngineStats:
         """A snapshot between two steps."""
@@ -123,18 +146,12 @@ class AsyncEngine:
 
     async def _call(self, function: Callable[[Engine], T]) -> T:
         """Run `function` in the engine's thread and wait for what it returns or raises."""
-        if self.failure is not None:
-            raise RequestError(Reason.SHUTTING_DOWN, "the engine has stopped after an internal error")
-        future: Future[T] = Future()
-
-        def call(engine: Engine) -> None:
-            try:
-                future.set_result(function(engine))
-            except BaseException as error:
-                future.set_exception(error)
-
+        call = _Call(function, Future())
         self._calls.put(call)
-        return await asyncio.wrap_future(future)
+        if self._ended is not None:
+            # The thread may have looked at the queue for the last time before this call was in it.
+            call.refuse(self._ended)
+        return await asyncio.wrap_future(call.future)
 
     def _run(self) -> None:
         try:
@@ -144,11 +161,14 @@ class AsyncEngine:
             self._loaded.set()
             self._serve(self._engine)
         except BaseException as error:
-            _log.exception("engine failed")
-            self._fail(error)
+            if self._loaded.is_set():
+                # A failure to start is for whoever waits in `wait_ready` to explain.
+                _log.exception("engine failed")
+            self.failure = error
         finally:
             self.ready = False
             self._loaded.set()
+            self._leave_nobody_waiting()
 
     def _serve(self, engine: Engine) -> None:
         while True:
@@ -157,20 +177,21 @@ class AsyncEngine:
                 call = self._calls.get()
                 if call is None:
                     return
-                call(engine)
+                call.run(engine)
             for output in engine.step():
                 subscriber = self._subscribers.get(output.request_id)
                 if subscriber is not None:
                     subscriber.send(output)
 
-    def _fail(self, error: BaseException) -> None:
-        """Nobody may wait for ever on a dead engine."""
-        self.failure = error
-        lost = RequestError(Reason.SHUTTING_DOWN, "the engine has stopped after an internal error")
+    def _leave_nobody_waiting(self) -> None:
+        """The thread ends: every open stream and every pending call gets an answer."""
+        message = "the engine has stopped after an internal error" if self.failure else "the server is shutting down"
+        lost = RequestError(Reason.SHUTTING_DOWN, message)
+        self._ended = lost
         for request_id, subscriber in list(self._subscribers.items()):
             subscriber.send(Output(request_id, error=lost))
-        engine = self._engine
-        while engine is not None and not self._calls.empty():
-            call = self._calls.get()
-            if call is not None:
-                call(engine)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None:
+                    call.refuse(lost)

@@ -103,6 +103,7 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
+    from serving.logging import configure_process
     from serving.settings import Environment, Settings
 
     parser = argument_parser()
@@ -111,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--tp: sharding over several devices is not there yet; use --tp 1")
     if arguments.model is not None and not os.path.exists(arguments.model):
         parser.error(f"--model: no such file or directory: {arguments.model}")
+    configure_process(arguments.log_level)
     environment = Environment.read()
     settings = Settings(
         served_model_name=arguments.served_model_name,
@@ -199,9 +201,9 @@ def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> Engine:
     # The second start finds its programs compiled.
     jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    wanted = default_dtype(jax.local_devices()[0]) if arguments.dtype == "auto" else arguments.dtype
+    wanted = default_dtype(jax.local_devices()[0].platform) if arguments.dtype == "auto" else arguments.dtype
     dtype = cast(Dtype, wanted)
-    model = load_model(Path(arguments.model) if arguments.model else None, dtype, cache_dir)
+    model = load_model(Path(arguments.model) if arguments.model else None, dtype, cache_dir / "models")
     return Engine(model, engine_config(arguments, model, dtype))
 
 
@@ -240,12 +242,12 @@ def engine_config(
     num_pages = arguments.max_total_tokens
     if num_pages is None:
         fitting = _pool_bytes(arguments.mem_fraction_static, model) // page_bytes(model.config, dtype)
-        num_pages = min(fitting // MIN_POOL * MIN_POOL, arguments.max_running_requests * context_length)
-        if num_pages < MIN_POOL:
+        if fitting < MIN_POOL:
             raise FlagError(
-                f"memory is left for a pool of {max(num_pages, 0)} tokens only: "
+                f"memory is left for a pool of {max(fitting, 0)} tokens only: "
                 "raise --mem-fraction-static, or set --max-total-tokens to go on regardless"
             )
+        num_pages = min(fitting // MIN_POOL * MIN_POOL, arguments.max_running_requests * context_length)
     return EngineConfig(
         context_length=context_length,
         num_pages=num_pages,

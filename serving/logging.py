@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-LEVELS = ("debug", "info", "warning", "error")
 
-
-def create_logger(level: str, stream: TextIO = sys.stderr) -> FilteringBoundLogger:
-    """A logger of its own (nothing process-wide is configured): coloured on a terminal, plain `key=value` elsewhere."""
+def create_logger(level: str, stream: TextIO | None = None) -> FilteringBoundLogger:
+    """A logger of its own, on stderr by default: coloured on a terminal, plain `key=value` elsewhere."""
+    stream = sys.stderr if stream is None else stream
     return structlog.wrap_logger(
-        structlog.WriteLogger(stream),
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(
-                sort_keys=False,
-                colors=stream.isatty(),
-                pad_event_to=0,
-                exception_formatter=structlog.dev.plain_traceback,
-            ),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        cache_logger_on_first_use=False,
+        structlog.WriteLogger(stream), cache_logger_on_first_use=False, **_style(level, stream)
     )
+
+
+def configure_process(level: str) -> None:
+    """The same look for modules that ask structlog for a logger. For the program's entry point alone."""
+    structlog.configure(logger_factory=structlog.WriteLoggerFactory(sys.stderr), **_style(level, sys.stderr))
+
+
+def _style(level: str, stream: TextIO) -> dict[str, Any]:
+    console = structlog.dev.ConsoleRenderer(
+        colors=stream.isatty(),
+        pad_event_to=0,
+        sort_keys=False,
+        exception_formatter=structlog.dev.plain_traceback,
+    )
+    stamp = structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False)
+    return {
+        "processors": [structlog.processors.add_log_level, stamp, console],
+        "wrapper_class": structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+    }

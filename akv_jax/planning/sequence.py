@@ -136,18 +136,19 @@ class Sequence:
         views = tuple(
             (s, int(epochs[s - 1]), self.timeline.view(int(epochs[s - 1]), int(indices[s - 1]) + 1)) for s in stops
         )
-        copies = self._copies([view for _, _, view in views])
+        copies = self._copies(indices, [view for _, _, view in views])
         return Chunk(indices, views, copies, stored, sum(len(view.indices) for _, _, view in views), logits)
 
-    def _copies(self, views: list[View]) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    def _copies(self, queries: np.ndarray, views: list[View]) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
         if self.mode == "on_read":
             return ()
         at, copies = self._copy_position.copy(), []
-        made = self._copy_page >= 0
+        made, there = self._copy_page >= 0, self._page_of >= 0
+        there[queries] = True
         for view in views:
-            new = (view.positions != self._encoded[view.indices]) & ~(
-                made[view.indices] & (at[view.indices] == view.positions)
-            )
+            # Where every layer has a window, what no query can see need not be resident.
+            new = there[view.indices] & (view.positions != self._encoded[view.indices])
+            new &= ~(made[view.indices] & (at[view.indices] == view.positions))
             indices, positions = view.indices[new], view.positions[new]
             at[indices], made[indices] = positions, True
             copies.append((indices, positions))
@@ -195,7 +196,7 @@ class Sequence:
         if self.mode == "copy":
             pages = np.where(shifts != 0, self._copy_page[view.indices], pages)
             shifts = np.zeros_like(shifts)
-        # Where every layer has a window, what no query can see need not be resident.
+        # As in `_copies`.
         there = pages >= 0
         if there.all():
             return ReadList(stop, pages, view.positions, shifts)
@@ -239,7 +240,22 @@ def peak_pages(timeline: Timeline, used: np.ndarray, mode: RepositionMode) -> in
     alive = np.cumsum(born - gone)
     peak = int(alive.max(initial=0))
     if mode == "copy":
-        for epoch in timeline.repositions:
-            view = timeline.view(epoch)
-            peak = max(peak, int(alive[epoch]) + int(((view.shifts != 0) & used[view.indices]).sum()))
+        peak = max(peak, _copy_peak(timeline, used, epochs, alive))
+    return peak
+
+
+def _copy_peak(timeline: Timeline, used: np.ndarray, epochs: np.ndarray, alive: np.ndarray) -> int:
+    """The same with turned copies: made for an epoch's first query, while those that they replace are still there."""
+    peak, at = 0, np.full(timeline.count, -1, np.int32)
+    # Whether or not the last epoch has a query yet, generated tokens will be in it.
+    for epoch in sorted({*epochs[used].tolist(), timeline.num_epochs - 1}):
+        first = np.flatnonzero(used & (epochs == epoch))[:1]
+        view = timeline.view(epoch, int(first[0]) + 1 if len(first) else None)
+        there = used[view.indices]
+        indices, positions, shifts = view.indices[there], view.positions[there], view.shifts[there]
+        old = at[indices] >= 0
+        new = (shifts != 0) & (at[indices] != positions)
+        peak = max(peak, len(indices) + int(old.sum()) + int(new.sum()))
+        at[indices[new]] = positions[new]
+        peak = max(peak, int(alive[epoch]) + int((old | new).sum()))
     return peak

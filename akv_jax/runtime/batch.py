@@ -5,7 +5,7 @@ Only the number of query rows is a shape, rounded up to a bucket; lengths of pag
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax import Array
@@ -24,23 +24,23 @@ _SHORT = 4
 class MoveBatch(NamedTuple):
     """Moves of copy mode (DESIGN C8): int32 [capacity]; those from `num` on are padding."""
 
-    source: np.ndarray | Array
-    target: np.ndarray | Array
-    shift: np.ndarray | Array
-    num: np.ndarray | Array
+    source: Array
+    target: Array
+    shift: Array
+    num: Array
 
 
 class StepBatch(NamedTuple):
-    """Everything that one step reads beside weights and pool, for T query rows."""
+    """Everything that one step reads beside weights and pool, for T query rows. `build` makes it of NumPy arrays."""
 
     #: int32 [T]; padding rows write to the scratch page and are read by nobody.
-    tokens: np.ndarray | Array
-    positions: np.ndarray | Array
-    destinations: np.ndarray | Array
+    tokens: Array
+    positions: Array
+    destinations: Array
     attention: SegmentBatch
     moves: MoveBatch
     #: int32 [S]: query rows whose logits are returned.
-    logit_rows: np.ndarray | Array
+    logit_rows: Array
 
 
 def build(
@@ -74,7 +74,7 @@ def build(
             _padded(plan.moves.source, move_capacity + MOVE_BLOCK),
             _padded(plan.moves.target, move_capacity + MOVE_BLOCK, fill=SCRATCH_PAGE),
             _padded(plan.moves.shift, move_capacity + MOVE_BLOCK),
-            np.int32(len(plan.moves.source)),
+            _scalar(len(plan.moves.source)),
         ),
         logit_rows=_padded(plan.logit_rows, logit_rows),
     )
@@ -102,19 +102,23 @@ def _reach(plan: StepPlan, segment: Segment, query: int, size: int) -> tuple[int
 
 
 def _lists(tasks: list[tuple[int, ...]], capacity: int) -> Lists:
-    columns = np.zeros((5, capacity), np.int32)
+    columns: Any = np.zeros((5, capacity), np.int32)
     if tasks:
         columns[:, : len(tasks)] = np.array(tasks, np.int32).T
-    return Lists(*columns, num=np.int32(len(tasks)))
+    return Lists(*columns, num=_scalar(len(tasks)))
 
 
-def _padded(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+def _scalar(value: int) -> Any:
+    return np.int32(value)
+
+
+def _padded(values: np.ndarray, size: int, fill: int = 0) -> Any:
     out = np.full(size, fill, np.int32)
     out[: len(values)] = values
     return out
 
 
-def _aligned(size: int) -> np.ndarray:
+def _aligned(size: int) -> Any:
     """Uninitialised int32 [size] at a 64-byte boundary, which the CPU backend takes without a copy."""
     raw = np.empty(size * 4 + 64, np.uint8)
     start = -raw.ctypes.data % 64

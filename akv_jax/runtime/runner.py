@@ -55,7 +55,7 @@ class CompilationCounter:
         self.total = 0
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
-    def _heard(self, event: str, duration: float, **_: Any) -> None:
+    def _heard(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             self.total += 1
 
@@ -71,9 +71,9 @@ def token_buckets(config: EngineConfig) -> tuple[int, ...]:
     return (1 if config.dtype == "float32" else 4, *smaller, max(largest, 4))
 
 
-def default_dtype(device: jax.Device) -> str:
-    """bfloat16 where the device computes it in hardware, else float32."""
-    if device.platform != "cpu":
+def default_dtype(platform: str) -> str:
+    """bfloat16 where a device of that platform computes it in hardware, else float32."""
+    if platform != "cpu":
         return "bfloat16"
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as info:

@@ -7,11 +7,10 @@ is found bit by bit, so equal probabilities at the threshold all stay.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 #: Most alternatives a request may ask to see (OpenAI's limit).
@@ -19,28 +18,28 @@ MAX_TOP_LOGPROBS = 20
 
 
 class SamplingBatch(NamedTuple):
-    """One entry a row, all [S]; `seed` is uint32 [S, 2].
+    """One entry a row, NumPy or JAX, all [S]; `seed` is uint32 [S, 2].
 
     Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep everything.
     """
 
-    temperature: np.ndarray | Array
-    top_p: np.ndarray | Array
-    top_k: np.ndarray | Array
-    min_p: np.ndarray | Array
-    seed: np.ndarray | Array
-    step: np.ndarray | Array
+    temperature: Any
+    top_p: Any
+    top_k: Any
+    min_p: Any
+    seed: Any
+    step: Any
     #: bool []: whether any row wants `Sampled.top_ids`.
-    want_top: np.ndarray | Array
+    want_top: Any
 
 
 class Adjustment(NamedTuple):
     """Changes to the logits, for steps in which any row has some: float32 [S, V], bool [S, V], float32 [S]."""
 
-    bias: np.ndarray | Array
+    bias: Any
     #: Tokens of the prompt or the output, which the repetition penalty divides (or, below zero, multiplies).
-    seen: np.ndarray | Array
-    repetition: np.ndarray | Array
+    seen: Any
+    repetition: Any
 
 
 class Sampled(NamedTuple):

@@ -44,7 +44,7 @@ def attend(
     for tasks in (batch.rows, batch.tiles):
         for task in range(int(tasks.num)):
             view = slice(int(tasks.first[task]), int(tasks.first[task] + tasks.length[task]))
-            pages, shifts = batch.pages[view], batch.shifts[view]
+            pages, shifts = np.asarray(batch.pages)[view], np.asarray(batch.shifts)[view]
             keys = _turn(_heads(k_pool, pages, attention), shifts, cos, sin, attention)
             values = _heads(v_pool, pages, attention)
             for row in range(int(tasks.query[task]), int(tasks.query[task] + tasks.count[task])):

@@ -81,11 +81,9 @@ def _tiles(q: Array, out: Array, inputs: _Inputs, attention: Attention) -> Array
     q = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
     out = jnp.pad(out, ((0, tile), (0, 0), (0, 0)))
     positions = jnp.pad(inputs.batch.query_positions, (0, tile))
-    sinks = (
-        [None] * groups
-        if inputs.sinks is None
-        else list(jnp.tile(inputs.sinks.reshape(groups, 1, share), (1, tile, 1)).reshape(groups, -1))
-    )
+    sinks: list[Array | None] = [None] * groups
+    if inputs.sinks is not None:
+        sinks = [jnp.tile(of_group, tile) for of_group in inputs.sinks.reshape(groups, share)]
 
     def one(task: Array, out: Array) -> Array:
         first = inputs.batch.tiles.query[task]
@@ -151,29 +149,21 @@ def _block(
         pages = jnp.where(present, pages, 0)
 
     def fold() -> list[_Softmax]:
-        keys = _keys(
-            pages,
-            jnp.where(present, lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK), 0),
-            inputs,
-            attention,
-            queries[0].dtype,
-        )
-        values = _load(inputs.v_pool, pages, queries[0].dtype)
+        keys, values = _load(inputs.k_pool, pages, queries[0].dtype), _load(inputs.v_pool, pages, queries[0].dtype)
+        turned = queries
+        if attention.shifts:
+            shifts = lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK)
+            shifts = jnp.where(present, shifts, shifts[0]) if masked else shifts
+            turned, keys = _turn(queries, keys, shifts, inputs, attention)
         distance = position[:, None] - positions[None, :]
         seen = present[None, :] & (distance >= 0)
         if attention.window is not None:
             seen &= distance < attention.window
         width = keys.shape[1] // len(queries)
+        parts = [slice(i * width, (i + 1) * width) for i in range(len(queries))]
         return [
-            _fold(
-                query,
-                keys[:, i * width : (i + 1) * width],
-                values[:, i * width : (i + 1) * width],
-                seen if masked else None,
-                state,
-                attention,
-            )
-            for i, (query, state) in enumerate(zip(queries, states, strict=True))
+            _fold(query, keys[:, part], values[:, part], seen if masked else None, state, attention)
+            for query, part, state in zip(turned, parts, states, strict=True)
         ]
 
     if attention.window is None:
@@ -210,19 +200,28 @@ def _dot(a: Array, b: Array, axis: int) -> Array:
     )
 
 
-def _keys(pages: Array, shifts: Array, inputs: _Inputs, attention: Attention, dtype: jnp.dtype) -> Array:
-    """Key rows [BLOCK, G*D] turned to their present positions (DESIGN C8, on_read)."""
-    keys = _load(inputs.k_pool, pages, dtype)
-    if not attention.shifts:
-        return keys
+def _turn(
+    queries: list[Array], keys: Array, shifts: Array, inputs: _Inputs, attention: Attention
+) -> tuple[list[Array], Array]:
+    """Bring a block's key rows [BLOCK, G*D] to their present positions (DESIGN C8, on_read).
 
-    def turn(keys: Array) -> Array:
+    For one query it is cheaper to turn the query back instead, where the whole block has one shift.
+    """
+
+    def turn(rows: Array, shifts: Array) -> Array:
         distance = jnp.abs(shifts)
         cos, sin = inputs.cos[distance], inputs.sin[distance] * jnp.sign(shifts).astype(jnp.float32)[:, None]
-        heads = keys.reshape(-1, attention.num_kv_heads, attention.head_dim)
-        return rotate(heads, cos, sin, style=attention.rotary_style).reshape(keys.shape)
+        heads = rows.reshape(len(rows), -1, attention.head_dim)
+        return rotate(heads, cos, sin, style=attention.rotary_style).reshape(rows.shape)
 
-    return lax.cond(jnp.any(shifts != 0), turn, lambda keys: keys, keys)
+    by_query = len(queries) == 1
+    uniform = shifts[0] if by_query else 0
+    mixed = jnp.any(shifts != uniform)
+    keys = lax.cond(mixed, lambda keys: turn(keys, shifts), lambda keys: keys, keys)
+    if by_query:
+        back = jnp.broadcast_to(jnp.where(mixed, 0, -shifts[0]), queries[0].shape[:1])
+        queries = [turn(queries[0], back)]
+    return queries, keys
 
 
 def _load(pool: Array, pages: Array, dtype: jnp.dtype) -> Array:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from akv_jax.async_engine import AsyncEngine
 from akv_jax.config import EngineConfig
 from akv_jax.engine import Engine
-from akv_jax.models.load import LoadedModel
+from akv_jax.models.load import LoadedModel, load_model
 from tests.serving.fake_engine import FakeEngine, endless
-from tests.serving.running import Running, running, tiny_model
+from tests.serving.running import Running, running, write_tiny_model
 
 
 @pytest.fixture(scope="session")
-def model() -> LoadedModel:
-    return tiny_model()
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("serving") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def model(tiny_directory: Path) -> LoadedModel:
+    return load_model(tiny_directory, "float32", tiny_directory, progress=False)
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +47,13 @@ def fake(_fake: tuple[Running, FakeEngine]) -> Iterator[tuple[Running, FakeEngin
 def tiny(model: LoadedModel) -> Iterator[Running]:
     """The real engine on a tiny random model: right in everything but sense."""
     config = EngineConfig(
-        context_length=256, num_pages=1024, max_running_requests=4, chunked_prefill_size=64, token_buckets=(64,)
+        context_length=256,
+        num_pages=1024,
+        max_running_requests=4,
+        chunked_prefill_size=64,
+        max_list_entries=1 << 12,
+        tile=16,
+        token_buckets=(64,),
     )
     engine = AsyncEngine(lambda: Engine(model, config))
     engine.start()

@@ -1,4 +1,4 @@
-"""A real uvicorn server in a thread, and a tiny model with a real byte-level tokenizer."""
+"""A real uvicorn server in a thread, and a tiny model for it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
-import tokenizers
 import uvicorn
-from tokenizers import decoders, models, pre_tokenizers
 
-from akv_jax.chat.tokenizer import Tokenizer
-from akv_jax.config import Layer, ModelConfig, Rotary
-from akv_jax.models.load import LoadedModel
-from akv_jax.models.weights.table import build_params, weight_table
+from akv_jax.models.llama import config_from_hf
 from serving.app import create_app
 from serving.logging import create_logger
 from serving.settings import Settings
 from serving.state import Server
-
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+from tests.models.checkpoints import HF_CONFIG, hf_tensors, random_params, write_hf
 
 
 @dataclass
@@ -87,44 +81,7 @@ def send(server: Running, body: bytes, length: int | None = None) -> socket.sock
     return connection
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token a byte, then ChatML's special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL))
-    return Tokenizer(backend, "byte_level", eos_token_id=backend.token_to_id("<|im_end|>"))
-
-
-def tiny_model(max_positions: int = 1024) -> LoadedModel:
-    """Two layers of random float32 weights that know nothing. (With one, K and V would not depend on the history.)"""
-    tokenizer = byte_tokenizer()
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        layers=(Layer(Rotary(8)),) * 2,
-        max_positions=max_positions,
-        tie_embeddings=True,
-        name="tiny",
-    )
-    random = np.random.default_rng(0)
-
-    def leaf(info: Any) -> np.ndarray:
-        return random.normal(0, 0.3, info.shape).astype(np.float32)
-
-    return LoadedModel(
-        config=config,
-        params=build_params(weight_table(config), leaf),
-        tokenizer=tokenizer,
-        chat_template=None,
-        eos_token_ids=(tokenizer.eos_token_id or 0,),
-        bos_token="",
-        eos_token="<|im_end|>",
-        name="tiny",
-        source="random",
-    )
+def write_tiny_model(folder: Path) -> Path:
+    """A Hugging Face directory: two layers of random weights, a token a byte, ChatML."""
+    config = config_from_hf(HF_CONFIG)
+    return write_hf(folder, HF_CONFIG, hf_tensors(config, random_params(config)))

@@ -46,3 +46,18 @@ def test_a_slow_stream_is_kept_alive_by_comments(fake: Fake) -> None:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert next(response.iter_lines()).startswith(": keep-alive")
     eventually(lambda: engine.running == 0)
+
+
+def test_hanging_up_at_any_moment_leaves_the_engine_whole(tiny: Running) -> None:
+    """Before, while and after the engine takes the request up: it is busy, so that it takes some up late."""
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "Hi " * 30}], "max_tokens": 3, "ignore_eos": True}
+    ).encode()
+    for round_ in range(40):
+        connection = send(tiny, body)
+        time.sleep(0.001 * round_)
+        connection.close()
+    eventually(lambda: "akv:num_requests_running 0.0" in tiny.http.get("/metrics").text)
+    assert 'akv:pages{state="private"} 0.0' in tiny.http.get("/metrics").text
+    assert tiny.post("/v1/chat/completions", body).status_code == 200
+    assert tiny.http.get("/health").status_code == 200

@@ -1,0 +1,152 @@
+"""`python -m akv_jax.serve` as a person runs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import jax
+import pytest
+import structlog
+
+from akv_jax.models.load import LoadedModel
+from akv_jax.serve import FlagError, argument_parser, engine_config, main, page_bytes
+from tests.serving.running import eventually
+
+
+def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 45 and max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--model", "/no/such/model.gguf"], "no such file or directory: /no/such/model.gguf"),
+        (["--tp", "2"], "--tp"),
+        (["--port", "70000"], "--port"),
+        (["--max-total-tokens", "0"], "--max-total-tokens"),
+        (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
+        (["--dtype", "int8"], "--dtype"),
+    ],
+)
+def test_a_bad_command_line_is_explained(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_port_in_use_is_noticed_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as caught:
+        main(["--model", str(tmp_path), "--port", str(taken.getsockname()[1])])
+    assert caught.value.code == 2
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_flags_and_memory_make_the_engine_configuration(model: LoadedModel) -> None:
+    def config(*flags: str):
+        return engine_config(argument_parser().parse_args(flags), model, "float32")
+
+    # No more than all requests at full length could use.
+    assert config("--max-running-requests", "2").num_pages == 2 * model.config.max_positions
+    assert config("--max-total-tokens", "77").num_pages == 77
+    small = 5000 * page_bytes(model.config, "float32") / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    assert config("--mem-fraction-static", f"{small:.12f}").num_pages <= 5000
+    with pytest.raises(FlagError, match="--max-total-tokens"):
+        config("--mem-fraction-static", f"{small / 1000:.15f}")
+    with pytest.raises(FlagError, match="--context-length"):
+        config("--context-length", str(model.config.max_positions + 1))
+    assert config("--context-length", "64").context_length == 64
+    # K and V, 2 layers, 2 heads of 16, 4 bytes.
+    assert page_bytes(model.config, "float32") == 2 * 2 * 2 * 16 * 4
+
+
+class Process:
+    """The command in a process of its own."""
+
+    def __init__(self, *flags: str, cache: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "akv_jax.serve", "--port", str(port), *flags]
+        environ = {**os.environ, "AKV_JAX_CACHE_DIR": str(cache), "AKV_API_KEY": "sesame"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+
+    def status(self, path: str) -> int:
+        try:
+            return httpx.get(self.url + path, headers={"Authorization": "Bearer sesame"}).status_code
+        except httpx.ConnectError:
+            assert self.process.poll() is None
+            return 0
+
+    def terminate(self) -> tuple[int, str]:
+        """SIGTERM; exit code and what it wrote to stderr."""
+        self.process.send_signal(signal.SIGTERM)
+        _, err = self.process.communicate(timeout=30)
+        return self.process.returncode, err
+
+
+def test_from_start_to_drain(tiny_directory: Path, tmp_path: Path) -> None:
+    """Alive at once, ready later, then SIGTERM lets a stream that has begun come to its end."""
+    # The smallest sizes, so that one small program has to be compiled.
+    sizes = ["--chunked-prefill-size", "4", "--max-running-requests", "1", "--context-length", "512"]
+    server = Process("--model", str(tiny_directory), *sizes, cache=tmp_path)
+    try:
+        eventually(lambda: server.status("/health") == 200, 30)
+        assert server.status("/ready") == 503
+        eventually(lambda: server.status("/ready") == 200, 60)
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        assert server.status("/v1/models") == 200
+        text: list[str] = []
+        begun = threading.Event()
+
+        def stream() -> None:
+            body = {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "stream": True,
+                "max_tokens": 300,
+                "ignore_eos": True,
+            }
+            headers = {"Authorization": "Bearer sesame"}
+            with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=headers) as response:
+                for line in response.iter_lines():
+                    begun.set()
+                    text.append(line)
+
+        reader = threading.Thread(target=stream)
+        reader.start()
+        assert begun.wait(20)
+        code, err = server.terminate()
+        reader.join(20)
+        assert code == 0
+        assert text[-2:] == ["data: [DONE]", ""]
+        for word in ("tiny", "float32", "512 positions", "short for agents", "curl"):
+            assert word in err
+        assert "Traceback" not in err
+    finally:
+        server.process.kill()
+
+
+def test_a_broken_model_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AKV_JAX_CACHE_DIR", str(tmp_path))
+    (tmp_path / "broken.gguf").write_bytes(b"junk")
+    try:
+        assert main(["--model", str(tmp_path / "broken.gguf"), "--port", "0"]) == 2
+    finally:
+        # What the command sets for its own process.
+        structlog.reset_defaults()
+        jax.config.update("jax_compilation_cache_dir", None)
+    err = capsys.readouterr().err
+    assert "error:" in err and "broken.gguf is not a GGUF file" in err
