@@ -31,7 +31,7 @@ class Job:
     timeline: Timeline
     salt: str
     logits_at: tuple[int, ...]
-    #: Most pages it needs at one moment before its first token.
+    #: Most pages it needs at one moment before its next token.
     peak: int
     sequence: Sequence | None = None
     #: At least one token was sampled.
@@ -95,11 +95,7 @@ class Scheduler:
             raise RequestError(
                 Reason.QUEUE_FULL, f"{len(self.waiting)} requests are waiting already, which is the limit. Retry later."
             )
-        nothing = np.zeros(timeline.count, bool)
-        wanted = np.array([*logits_at, timeline.count - 1])
-        used = nothing.copy()
-        used[compute_set(timeline, nothing, wanted, self.window)] = True
-        peak = peak_pages(timeline, used, self.config.reposition)
+        peak = self._peak(timeline, logits_at)
         if peak > self.pool.num_pages:
             raise RequestError(
                 Reason.POOL_TOO_SMALL,
@@ -125,6 +121,13 @@ class Scheduler:
         self.pool.free(np.setdiff1d(private, kept, assume_unique=True))
         self.cache.release(sequence.match)
 
+    def _peak(self, timeline: Timeline, logits_at: tuple[int, ...]) -> int:
+        """Most pages at one moment before the next sampled token, computed from nothing (DESIGN A7)."""
+        nothing = np.zeros(timeline.count, bool)
+        used = nothing.copy()
+        used[compute_set(timeline, nothing, np.array([*logits_at, timeline.count - 1]), self.window)] = True
+        return peak_pages(timeline, used, self.config.reposition)
+
     def _admit(self) -> None:
         """First come, first served: nothing overtakes the head of the queue, so nothing starves."""
         while self.waiting and len(self.running) < self.config.max_running_requests:
@@ -139,6 +142,8 @@ class Scheduler:
             job.sequence = Sequence(
                 job.timeline, match, window=self.window, mode=self.config.reposition, logits_at=logits_at
             )
+            # It takes its turn after those that have waited as long.
+            job.last_served = self._steps - 1
             self.running.append(job)
 
     def _retract(self, job: Job) -> None:
@@ -150,6 +155,9 @@ class Scheduler:
         assert sequence is not None
         self.pool.free(sequence.private_pages())
         self.cache.release(sequence.match)
+        if job.decoding:
+            # What it has generated since is computed again, as a part of the prompt.
+            job.peak = self._peak(job.timeline, ())
         bisect.insort(self.waiting, job, key=lambda j: j.arrival)
 
     # -- one step ----------------------------------------------------------------------------------------------------

@@ -18,6 +18,9 @@ from akv_jax.runtime.runner import Runner
 from spec import model as spec_model
 from spec.operations import Append, Operation
 
+#: Query rows of the one executable that a tiny engine has, and so the most prompt tokens of one step.
+ROWS = 128
+
 
 class OneByteTokens:
     """Token i is the character with code 48 + i; all that the engine asks of a tokenizer."""
@@ -63,9 +66,9 @@ class TinyEngine:
     """Makes engines that share one compiled runner. Every row of a step may have its logits returned."""
 
     def __init__(self, config: spec_model.ModelConfig, params: Any, **settings: Any) -> None:
-        sizes = {"context_length": 256, "num_pages": 512, "max_running_requests": 48, "chunked_prefill_size": 48}
+        sizes = {"context_length": 512, "num_pages": 1024, "max_running_requests": ROWS, "chunked_prefill_size": ROWS}
         self.settings = EngineConfig(
-            **{**sizes, "token_buckets": (48,), "max_list_entries": 1 << 14, "tile": 16, **settings}
+            **{**sizes, "token_buckets": (ROWS,), "max_list_entries": 1 << 14, "tile": 16, **settings}
         )
         self.model = loaded(engine_model(config), params)
         self.runner = Runner(self.model.config, self.model.params, self.settings)
@@ -82,20 +85,38 @@ def score(request_id: str, operations: Sequence[Operation], max_tokens: int = 1)
     return Request(request_id, tuple(operations), greedy, logits_at=tuple(range(count)))
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[Output]]:
-    """Serve `requests` together to their end, checking the page accounting after every step (DESIGN C7)."""
+def run(engine: Engine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[str, list[Output]]:
+    """Serve `requests` together to their end, checking the page accounting after every step (DESIGN C7).
+
+    `arrivals`: the step before which each of them is submitted; without it, before the first.
+    """
     outputs: dict[str, list[Output]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.busy:
+    coming = sorted(zip(arrivals or [0] * len(requests), requests, strict=True), key=lambda pair: pair[0])
+    steps = 0
+    while coming or engine.busy:
+        while coming and coming[0][0] <= steps:
+            engine.submit(coming.pop(0)[1])
         for output in engine.step():
             outputs[output.request_id].append(output)
         engine.check()
-    assert engine.stats().pages_private == 0
+        steps += 1
+        assert steps < 5000, "the engine does not come to an end"
+    assert engine.stats().pages_free == engine.config.num_pages
     return outputs
 
 
 def prompt_logits(outputs: Sequence[Output]) -> np.ndarray:
-    """Float32 [prompt tokens, vocab] of a request made by `score`."""
+    """Float32 [looked at, vocab] of a request with `logits_at`."""
     (logits,) = [output.prompt_logits for output in outputs if output.prompt_logits is not None]
     return logits
+
+
+def next_logits(outputs: Sequence[Output]) -> np.ndarray:
+    """Float32 [vocab] of a request with `return_logits`."""
+    (logits,) = [output.next_logits for output in outputs if output.next_logits is not None]
+    return logits
+
+
+def generated(outputs: Sequence[Output]) -> tuple[int, ...]:
+    """The sampled tokens."""
+    return tuple(token for output in outputs for token in output.token_ids)

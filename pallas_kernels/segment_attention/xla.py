@@ -113,12 +113,7 @@ def _attend(
     length = lists.length[task]
     step = functools.partial(_block, queries, position, lists.first[task], length, inputs, attention)
     states = [_start(query, sink) for query, sink in zip(queries, sinks, strict=True)]
-    unmasked = jnp.int32(0)
-    # One query gains nothing from leaving the mask out, and a window may hide the oldest keys of any tile.
-    if len(queries) > 1 and attention.window is None:
-        unmasked = lists.shared[task] // BLOCK
-        states = lax.fori_loop(0, unmasked, functools.partial(step, masked=False), states)
-    return lax.fori_loop(unmasked, (length + BLOCK - 1) // BLOCK, functools.partial(step, masked=True), states)
+    return lax.fori_loop(0, (length + BLOCK - 1) // BLOCK, step, states)
 
 
 def _start(query: Array, sink: Array | None) -> _Softmax:
@@ -137,23 +132,20 @@ def _block(
     attention: Attention,
     index: Array,
     states: list[_Softmax],
-    *,
-    masked: bool,
 ) -> list[_Softmax]:
     """Fold block `index` of the task's page list into the running softmax."""
     start = first + index * BLOCK
     present = index * BLOCK + jnp.arange(BLOCK) < length
     pages = lax.dynamic_slice_in_dim(inputs.batch.pages, start, BLOCK)
     positions = lax.dynamic_slice_in_dim(inputs.batch.positions, start, BLOCK)
-    if masked:
-        pages = jnp.where(present, pages, 0)
+    pages = jnp.where(present, pages, 0)
 
     def fold() -> list[_Softmax]:
         keys, values = _load(inputs.k_pool, pages, queries[0].dtype), _load(inputs.v_pool, pages, queries[0].dtype)
         turned = queries
         if attention.shifts:
             shifts = lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK)
-            shifts = jnp.where(present, shifts, shifts[0]) if masked else shifts
+            shifts = jnp.where(present, shifts, shifts[0])
             turned, keys = _turn(queries, keys, shifts, inputs, attention)
         distance = position[:, None] - positions[None, :]
         seen = present[None, :] & (distance >= 0)
@@ -162,7 +154,7 @@ def _block(
         width = keys.shape[1] // len(queries)
         parts = [slice(i * width, (i + 1) * width) for i in range(len(queries))]
         return [
-            _fold(query, keys[:, part], values[:, part], seen if masked else None, state, attention)
+            _fold(query, keys[:, part], values[:, part], seen, state, attention)
             for query, part, state in zip(turned, parts, states, strict=True)
         ]
 
@@ -172,19 +164,14 @@ def _block(
     return lax.cond(position[0] - newest < attention.window, fold, lambda: states)
 
 
-def _fold(
-    query: Array, keys: Array, values: Array, seen: Array | None, state: _Softmax, attention: Attention
-) -> _Softmax:
+def _fold(query: Array, keys: Array, values: Array, seen: Array, state: _Softmax, attention: Attention) -> _Softmax:
     scores = _dot(query, keys, 1)
     if attention.softcap is not None:
         scores = attention.softcap * jnp.tanh(scores / attention.softcap)
-    if seen is not None:
-        scores = jnp.where(seen, scores, _LOWEST)
+    scores = jnp.where(seen, scores, _LOWEST)
     top = jnp.maximum(state.top, scores.max(axis=1))
-    weights = jnp.exp(scores - top[:, None])
-    if seen is not None:
-        # A block that a query sees nothing of would otherwise count exp(0) for each hidden key.
-        weights = jnp.where(seen, weights, 0)
+    # A block that a query sees nothing of would otherwise count exp(0) for each hidden key.
+    weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0)
     keep = jnp.exp(state.top - top)
     return _Softmax(
         top,

@@ -12,7 +12,7 @@ from spec.operations import Append, Drop, History
 from spec.strategies import histories
 from spec.visibility import closure
 
-checked = settings(max_examples=250, deadline=None)
+checked = settings(max_examples=120, deadline=None)
 #: Windows of a model's layers; None among them reads everything.
 layers = st.one_of(st.just((None,)), st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple))
 

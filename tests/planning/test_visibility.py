@@ -13,7 +13,7 @@ from spec.state import Read, Result, run
 from spec.strategies import histories
 
 # The first example of a run also pays for imports.
-checked = settings(max_examples=150, deadline=None)
+checked = settings(max_examples=60, deadline=None)
 
 
 def reads(view: View) -> tuple[Read, ...]:

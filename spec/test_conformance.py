@@ -1,0 +1,280 @@
+"""The real engine against this specification: a tiny random model of every variety, float32 against float64.
+
+Each example serves a batch of random histories together, with a random chunk size, page pool and arrival times, then
+each history again alone, continued by what was generated. All that comes out is compared: logits of prompt tokens and
+of generated ones, usage, forwards, and the page accounting after every step (DESIGN C7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from akv_jax.config import RepositionMode
+from akv_jax.request import Output, Request, Sampling, Usage
+from spec.model import Model, random_params
+from spec.operations import Append, Drop, History, Operation, Reposition
+from spec.state import Result, apply, run, segments
+from spec.varieties import varieties
+from spec.visibility import closure, usage
+from tests import tiny_engine
+from tests.tiny_engine import ROWS, TinyEngine
+
+#: Of every logit, absolute.
+TOLERANCE = 2e-4
+#: Greedy decoding must take the spec's best token where it leads by more.
+LEAD = 1e-3
+#: Most prompt tokens of a history: fewer than the engine's rows, so that one forward can be asked for.
+MOST_TOKENS = 110
+#: Histories of one example, examples of one case.
+BATCH, EXAMPLES, LONG_EXAMPLES = 3, 8, 48
+
+Case = tuple[str, RepositionMode]
+ON_READ: list[Case] = [(name, "on_read") for name in varieties()]
+#: Copies differ in how K gets to where it is read, so the varieties of rotations, windows and everything at once.
+COPY: list[Case] = [(n, "copy") for n in ("half", "yarn", "window_and_full", "window_everywhere", "everything")]
+ALL: list[Case] = ON_READ + [(name, "copy") for name in varieties()]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, and the step before which it arrives. looked_at: prompt tokens whose logits it asks for."""
+
+    history: History
+    looked_at: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    arrival: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests served together. spare: pages of the pool beyond what the most demanding of them needs alone."""
+
+    asked: tuple[Asked, ...]
+    chunk: int
+    spare: int
+    max_running: int
+
+
+@st.composite
+def edited(draw: st.DrawFn) -> History:
+    """Appends of 1 to 40 tokens, drops of a stretch or of any few tokens, and repositions."""
+    history: list[Operation] = []
+    appended = 0
+    for _ in range(draw(st.integers(1, 9))):
+        kind = draw(st.sampled_from(["append", "append", "stretch", "few", "reposition"])) if appended else "append"
+        if kind == "append":
+            size = min(draw(st.integers(1, 6) | st.integers(1, 40)), MOST_TOKENS - appended)
+            if size == 0:
+                continue
+            # One draw for all of them: much cheaper than a list of integers.
+            history.append(Append(tuple(byte % 64 for byte in draw(st.binary(min_size=size, max_size=size)))))
+            appended += size
+        elif kind == "stretch":
+            start = draw(st.integers(0, appended - 1))
+            history.append(Drop(frozenset(range(start, draw(st.integers(start, appended))))))
+        elif kind == "few":
+            history.append(Drop(draw(st.frozensets(st.integers(0, appended - 1), max_size=6))))
+        else:
+            history.append(Reposition())
+    return tuple(history)
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> Asked:
+    history = draw(edited())
+    count = appended(history)
+    some = st.frozensets(st.integers(0, count - 1), min_size=1, max_size=5).map(sorted).map(tuple)
+    return Asked(
+        history,
+        looked_at=draw(st.just(tuple(range(count))) | st.just(()) | some),
+        max_tokens=draw(st.integers(1, 5)),
+        temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
+        arrival=draw(st.integers(0, 6)),
+    )
+
+
+BATCHES = st.builds(
+    Batch,
+    asked=st.tuples(*[asks()] * BATCH),
+    chunk=st.integers(1, 3) | st.integers(4, 40) | st.integers(1, ROWS),
+    spare=st.integers(0, 20) | st.just(3 * MOST_TOKENS),
+    max_running=st.integers(1, 4),
+)
+
+
+@pytest.fixture(scope="module")
+def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEngine]]]:
+    """A warm engine of each case that this session tests, compiled one after another while others are tested."""
+    items = [item for item in request.session.items if "engines" in getattr(item, "fixturenames", ())]
+    wanted = dict.fromkeys((item.callspec.params["name"], item.callspec.params["mode"]) for item in items)
+    # Compiling is most of the cost: half of it is saved where LLVM is told not to optimise. Long runs do without that.
+    flag = "jax_disable_most_optimizations"
+    before = jax.config.read(flag)
+    jax.config.update(flag, not any(item.get_closest_marker("long") for item in items))
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        yield {case: pool.submit(_warm, *case) for case in wanted}
+        pool.shutdown(cancel_futures=True)
+    jax.config.update(flag, before)
+
+
+def _warm(name: str, mode: RepositionMode) -> TinyEngine:
+    config = varieties()[name]
+    tiny = TinyEngine(config, random_params(config, seed=7), reposition=mode)
+    tiny_engine.run(tiny.engine(), [tiny_engine.score("first", (Append((0,)),))])
+    return tiny
+
+
+@pytest.mark.parametrize(("name", "mode"), ON_READ + COPY)
+def test_engine(engines, models, record_property, name: str, mode: RepositionMode) -> None:
+    """The random batches; `record_property` makes it a law of each variety (see conftest.py)."""
+    record_property("law", f"R2: the engine computes what the spec says: {name}")
+    conforms(engines[name, mode].result(), models[name], mode, EXAMPLES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "mode"), ALL)
+def test_engine_long(engines, models, record_property, name: str, mode: RepositionMode) -> None:
+    """Many more of them."""
+    record_property("law", f"R2: the engine computes what the spec says: {name}")
+    conforms(engines[name, mode].result(), models[name], mode, LONG_EXAMPLES)
+
+
+def conforms(tiny: TinyEngine, model: Model, mode: RepositionMode, examples: int) -> None:
+    """Run that many batches."""
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(BATCHES)
+    def batch_conforms(batch: Batch) -> None:
+        results = [run(model, asked.history) for asked in batch.asked]
+        wholes = check_together(tiny, model, mode, batch, results)
+        for number, (asked, whole) in enumerate(zip(batch.asked, wholes, strict=True)):
+            # One of them in chunks, the others in one piece.
+            check_alone(tiny, model, asked.history, whole, chunk=ROWS if number else batch.chunk)
+
+    batch_conforms()
+
+
+def check_together(
+    tiny: TinyEngine, model: Model, mode: RepositionMode, batch: Batch, results: list[Result]
+) -> list[Result]:
+    """Serve the batch in one engine and check all that comes out.
+
+    Returns the spec's results once it has appended the tokens that the engine chose.
+    """
+    pages = max(most_pages(result, mode) for result in results) + batch.spare
+    engine = tiny.engine(num_pages=pages, chunked_prefill_size=batch.chunk, max_running_requests=batch.max_running)
+    requests = [
+        Request(
+            str(number),
+            asked.history,
+            Sampling(asked.max_tokens, asked.temperature, seed=number, logprobs=True, top_logprobs=20),
+            logits_at=asked.looked_at,
+            return_logits=True,
+        )
+        for number, asked in enumerate(batch.asked)
+    ]
+    outputs = tiny_engine.run(engine, requests, [asked.arrival for asked in batch.asked])
+    event(f"retractions: {min(engine.stats().preemptions_total, 3)}")
+    wholes = []
+    for number, (asked, result) in enumerate(zip(batch.asked, results, strict=True)):
+        own = outputs[str(number)]
+        assert all(output.error is None for output in own)
+        tokens, count = tiny_engine.generated(own), len(result.queries)
+        room = pages - len(result.state.active) * (2 if mode == "copy" else 1) + 1
+        assert min(asked.max_tokens, room) <= len(tokens) <= asked.max_tokens
+        whole = continued(model, result, tokens)
+        check_logits(own, asked.looked_at, whole.logits[:count])
+        check_generated(own, whole.logits[count - 1 :], greedy=asked.temperature == 0)
+        check_usage(own[-1].usage, model, asked.history, result, asked.looked_at)
+        wholes.append(whole)
+    return wholes
+
+
+def check_alone(tiny: TinyEngine, model: Model, history: History, whole: Result, chunk: int) -> None:
+    """The history and what was generated after it as one prompt, served alone: how many forwards it takes (R2), and
+    what it leaves out (C6) if only the logits of what was generated are asked for."""
+    looked_at = tuple(range(appended(history), len(whole.queries)))
+    history = (*history, Append(tuple(whole.queries[index].token for index in looked_at)))
+    request = Request("alone", history, Sampling(1, 0.0), logits_at=looked_at, return_logits=True)
+    own = tiny_engine.run(tiny.engine(chunked_prefill_size=chunk), [request])["alone"]
+    check_logits(own, looked_at, whole.logits)
+    check_usage(own[-1].usage, model, history, whole, looked_at)
+    assert own[-1].usage is not None
+    assert own[-1].usage.forwards == -(-own[-1].usage.computed_tokens // chunk)
+
+
+def check_logits(own: list[Output], looked_at: tuple[int, ...], expected: np.ndarray) -> None:
+    """The logits asked for, and those of the last prompt token, against the spec's of all prompt tokens."""
+    if looked_at:
+        assert_close(tiny_engine.prompt_logits(own), expected[list(looked_at)])
+    assert_close(tiny_engine.next_logits(own), expected[-1])
+
+
+def check_generated(own: list[Output], expected: np.ndarray, *, greedy: bool) -> None:
+    """The log-probabilities of what was generated and of the 20 likeliest; row i of `expected` led to token i."""
+    reported = [logprob for output in own for logprob in output.logprobs]
+    for logprob, logits in zip(reported, expected):
+        right = logits - np.log(np.exp(logits).sum())
+        second, best = np.sort(logits)[-2:]
+        if greedy and best - second > LEAD:
+            assert logprob.token_id == np.argmax(logits)
+        ids, values = zip(*logprob.top, strict=True)
+        assert_close(np.array([logprob.logprob, *values]), right[[logprob.token_id, *ids]])
+        assert len(set(ids)) == 20
+        assert np.delete(right, ids).max() <= min(values) + TOLERANCE
+
+
+def check_usage(
+    counted: Usage | None, model: Model, history: History, result: Result, looked_at: tuple[int, ...]
+) -> None:
+    """A6 of a request that finds nothing resident."""
+    assert counted is not None
+    windows = [layer.window for layer in model.config.layers]
+    count = len(result.queries)
+    computed = closure(history, (), {*looked_at, count - 1}, windows)
+    assert counted.prompt_tokens == count
+    assert counted.computed_tokens == len(computed)
+    assert counted.active_tokens == len(result.state.active)
+    assert counted.next_position == result.state.n
+    assert counted.segments == sum(any(index in computed for index in s.queries) for s in result.segments)
+    assert counted.restored_tokens == 0
+    kinds = counted.drop_skipped_tokens, counted.repos_tokens, counted.cached_tokens
+    assert counted.computed_tokens + sum(kinds) == count
+    if not looked_at:
+        right = usage(history, (), windows)
+        assert kinds == (len(right.drop_skipped), len(right.repos), len(right.cached))
+
+
+def continued(model: Model, result: Result, tokens: tuple[int, ...]) -> Result:
+    """The spec's result when it is given the tokens that the engine chose."""
+    state = apply(result.state, Append(tokens), model)
+    logits = np.array([query.logits for query in state.trajectory])
+    return Result(state, logits, state.trajectory, segments(state.trajectory))
+
+
+def most_pages(result: Result, mode: RepositionMode) -> int:
+    """A7: the largest active set of any moment, and in copy mode room for a version of each of its entries."""
+    most = max(len(query.view) for query in result.queries)
+    return 2 * most if mode == "copy" else most
+
+
+def appended(history: History) -> int:
+    return sum(len(operation.tokens) for operation in history if isinstance(operation, Append))
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,210 @@
+"""Every backend of segment-batch attention against the oracle, case by case (DESIGN R1-R4)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.cases import Case, Inputs, cases, make, rows_in_use
+from pallas_kernels.segment_attention.api import BACKENDS, SegmentBatch, backend
+from pallas_kernels.segment_attention.reference import attend
+
+CASES = cases()
+#: Those of `make test`: seven executables between them.
+QUICK = {
+    *("mixed", "rows_only", "tiles_only", "one_query", "nothing", "exact_blocks", "gaps", "shifts", "all_shifted"),
+    *("window", "window_and_gaps", "window_and_shifts"),
+    *("everything", "partial_interleaved", "no_shifts_promised", "bits_of_smollm2"),
+}
+
+
+def named(*names: str) -> list[object]:
+    """Parameters, of which those that compile more are for `make test-long`."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
+@functools.cache
+def run(name: str, backend_name: str = "xla") -> np.ndarray:
+    """What a backend makes of a case: compiled once for all tests."""
+    return launch(make(CASES[name]), backend_name)
+
+
+@functools.cache
+def expected(name: str) -> np.ndarray:
+    """The oracle's float64, not yet rounded to the queries' dtype."""
+    inputs = make(CASES[name])
+    return attend(inputs.q.astype(np.float64), *inputs[1:-1], attention=inputs.attention)
+
+
+def launch(inputs: Inputs, backend_name: str = "xla") -> np.ndarray:
+    return np.asarray(compiled(backend_name)(*inputs))
+
+
+@functools.cache
+def compiled(backend_name: str):
+    """One executable for each attention and set of shapes."""
+    return jax.jit(backend(backend_name), static_argnums=7)
+
+
+def check_close(case: Case, out: np.ndarray, meant: np.ndarray) -> None:
+    """Float32 within 2e-5 of unit-variance values; bfloat16 within 2e-2, and 2e-3 on average."""
+    error = np.abs(out.astype(np.float64) - meant)
+    if case.kind == "float32":
+        assert error.max(initial=0) <= 2e-5
+    else:
+        assert error.max() <= 2e-2
+        assert error.mean() <= 2e-3
+
+
+@pytest.mark.parametrize("name", named(*CASES))
+def test_agrees_with_the_oracle(name: str) -> None:
+    """R4: and the result has the queries' shape and dtype, rows of no task being zeros."""
+    case, inputs, out = CASES[name], make(CASES[name]), run(name)
+    assert out.shape == inputs.q.shape and out.dtype == inputs.q.dtype
+    check_close(case, out, expected(name))
+    assert not out[rows_in_use(case) :].any()
+    assert out[: rows_in_use(case)].any(axis=(1, 2)).all()
+
+
+def dense(inputs: Inputs, name: str) -> np.ndarray:
+    """The oracle once more, another way: one softmax over all entries of a query, keys stored where they are read."""
+    case = CASES[name]
+    out = np.zeros(inputs.q.shape)
+    keys, values = (
+        (pool.view(ml_dtypes.bfloat16) if case.kind == "bits" else pool).astype(np.float64)
+        for pool in (inputs.k_pool, inputs.v_pool)
+    )
+    batch, share = inputs.batch, case.num_heads // case.num_kv_heads
+    first = row = 0
+    for segment in case.segments:
+        view = slice(first, first + segment.entries)
+        shape = segment.entries, case.num_kv_heads, case.head_dim
+        k = turned(keys[batch.pages[view]].reshape(shape), batch.shifts[view], inputs, case)
+        v = values[batch.pages[view]].reshape(shape)
+        for query in range(row, row + segment.queries):
+            q = inputs.q[query].astype(np.float64).reshape(case.num_kv_heads, share, case.head_dim)
+            scores = np.einsum("gsd,egd->gse", q, k).reshape(case.num_heads, -1) / np.sqrt(case.head_dim)
+            if case.softcap is not None:
+                scores = np.tanh(scores / case.softcap) * case.softcap
+            distance = batch.query_positions[query] - batch.positions[view]
+            scores[:, (distance < 0) | (distance >= (case.window or np.inf))] = -np.inf
+            sink = np.full((case.num_heads, 1), -np.inf) if inputs.sinks is None else inputs.sinks[:, None]
+            weights = np.exp(np.concatenate([scores, sink], axis=1))
+            weights = (weights / weights.sum(axis=1, keepdims=True))[:, :-1].reshape(case.num_kv_heads, share, -1)
+            out[query] = np.einsum("gse,egd->gsd", weights, v).reshape(case.num_heads, case.head_dim)
+        first, row = view.stop, row + segment.queries
+    return out
+
+
+def turned(keys: np.ndarray, shifts: np.ndarray, inputs: Inputs, case: Case) -> np.ndarray:
+    """Rotation as multiplication by complex numbers."""
+    angle = np.arctan2(inputs.sin[1], inputs.cos[1]).astype(np.float64)
+    turn = np.exp(1j * shifts[:, None, None] * angle)
+    half = case.rotary_dim // 2 if case.rotary_dim else case.head_dim // 2
+    out = keys.copy()
+    real, imaginary = (
+        (slice(0, half), slice(half, 2 * half))
+        if case.style == "half"
+        else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    )
+    product = (keys[..., real] + 1j * keys[..., imaginary]) * turn
+    out[..., real], out[..., imaginary] = product.real, product.imag
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_oracle_agrees_with_a_dense_definition(name: str) -> None:
+    """R4: so that no mistake of the oracle is the norm."""
+    np.testing.assert_allclose(expected(name), dense(make(CASES[name]), name), atol=2e-4)
+
+
+@pytest.mark.parametrize("name", named("mixed", "window_and_gaps", "everything", "shifts", "bits_of_smollm2", "sinks_and_window", "bits"))
+def test_nothing_else_is_read(name: str) -> None:
+    """R1: pages that no list names hold NaN, padding of every array other garbage, and nothing changes."""
+    case, inputs = CASES[name], make(CASES[name])
+    total = sum(segment.entries for segment in case.segments)
+    unlisted = np.setdiff1d(np.arange(1, len(inputs.k_pool)), inputs.batch.pages[:total])
+    assert len(unlisted) > total
+    poison = 0x7FC0 if case.kind == "bits" else np.nan
+    for pool in (inputs.k_pool, inputs.v_pool):
+        pool[unlisted] = poison
+        # The scratch page may be read in place of padding, and must have no weight.
+        pool[0] = 0x4700 if case.kind == "bits" else 1e4
+    used = rows_in_use(case)
+    inputs.q[used:] = np.nan
+    inputs.batch.query_positions[used:] = 7
+    for column in (inputs.batch.pages, inputs.batch.positions, inputs.batch.shifts):
+        column[total:] = np.resize([2**31 - 1, -(2**31), 0], len(column) - total)
+    for tasks in (inputs.batch.rows, inputs.batch.tiles):
+        for column in tasks[:5]:
+            column[int(tasks.num) :] = 2**31 - 1
+    assert np.array_equal(launch(inputs), run(name))
+
+
+def test_entries_out_of_sight_have_no_weight() -> None:
+    """L6: neither what is ahead of a query nor what its window hides, however large."""
+    inputs, name = make(CASES["window_and_gaps"]), "window_and_gaps"
+    batch, case = inputs.batch, CASES[name]
+    seen = np.zeros(len(inputs.k_pool), bool)
+    first = row = 0
+    for segment in case.segments:
+        view = slice(first, first + segment.entries)
+        queries = batch.query_positions[row : row + segment.queries]
+        distance = queries[:, None] - batch.positions[view]
+        seen[batch.pages[view][((distance >= 0) & (distance < case.window)).any(axis=0)]] = True
+        first, row = view.stop, row + segment.queries
+    assert 0 < seen.sum() < first
+    inputs.k_pool[~seen] = inputs.v_pool[~seen] = 1e4
+    np.testing.assert_allclose(launch(inputs), run(name), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", named("shifts", "all_shifted", "partial", "interleaved"))
+def test_turning_on_read_is_storing_turned_keys(name: str) -> None:
+    """C8: the two ways to reposition give the same attention."""
+    case, inputs = CASES[name], make(CASES[name])
+    total = sum(segment.entries for segment in case.segments)
+    batch = inputs.batch
+    pages, shifts = batch.pages[:total], batch.shifts[:total]
+    assert shifts.any()
+    heads = inputs.k_pool[pages].astype(np.float64).reshape(total, case.num_kv_heads, case.head_dim)
+    inputs.k_pool[pages] = turned(heads, shifts, inputs, case).reshape(total, -1)
+    stored = inputs._replace(
+        batch=batch._replace(shifts=np.zeros_like(batch.shifts)),
+        attention=dataclasses.replace(inputs.attention, shifts=False),
+    )
+    np.testing.assert_allclose(launch(stored), run(name), atol=3e-4)
+
+
+def test_a_row_and_a_tile_of_one_query_agree() -> None:
+    """R3: how a plan is cut into tasks changes nothing."""
+    rows, tiles = (make(dataclasses.replace(CASES["shifts"], short=short)) for short in (10_000, 0))
+    assert int(rows.batch.tiles.num) == 0 and int(tiles.batch.rows.num) == 0
+    np.testing.assert_allclose(launch(rows), launch(tiles), atol=2e-5)
+
+
+def test_lists_may_share_pages() -> None:
+    """R1: two queries that read the same entries."""
+    inputs = make(Case((dataclasses.replace(CASES["mixed"].segments[3], entries=300),) * 2, shifted=0.4))
+    batch: SegmentBatch = inputs.batch
+    for column in (batch.pages, batch.positions, batch.shifts):
+        column[300:600] = column[:300]
+    inputs.q[1] = inputs.q[0]
+    out = launch(inputs)
+    np.testing.assert_array_equal(out[0], out[1])
+
+
+def test_the_reference_backend_is_the_oracle() -> None:
+    """R4: by name, under jit, as a model calls it."""
+    np.testing.assert_allclose(run("everything", "reference"), expected("everything"), atol=1e-6)
+
+
+def test_names() -> None:
+    """R4: an unknown name is refused with the known ones."""
+    assert {"xla", "reference"} <= set(BACKENDS)
+    with pytest.raises(ValueError, match=r"unknown attention backend 'flash': expected one of xla, reference"):
+        backend("flash")
