@@ -260,6 +260,8 @@ def _timeline(request: Request, model: ModelConfig) -> Timeline:
         timeline = Timeline(request.operations)
     except ValueError as error:
         raise invalid(str(error), "operations") from None
+    except OverflowError:
+        raise invalid("a token id or a logical index is no number that any token can have", "operations") from None
     if timeline.count == 0:
         raise invalid("at least one token must be appended before anything can be generated", "operations")
     tokens = timeline.tokens[: timeline.count]

@@ -46,8 +46,9 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    #: The share of entries whose key is stored at another position, in runs.
+    #: The share of entries whose key is stored at another position, in runs of one shift of up to `run` entries.
     shifted: float = 0.0
+    run: int = 40
     #: What the kernel is told; False only without any shift.
     shifts: bool = True
     tile: int = 32
@@ -88,7 +89,7 @@ def cases() -> dict[str, Case]:
         "nothing": Case(()),
         "no_padding": Case(_SMALL, rows=None),
         "exact_blocks": Case((Segment(512, 64), Segment(256, 32), Segment(256, 1)), tile=32),
-        "one_kv_head": Case(_SMALL, num_heads=6, num_kv_heads=1),
+        "one_kv_head": Case(_MIXED, num_heads=6, num_kv_heads=1, shifted=0.8, run=600),
         "three_a_head": Case(_SMALL, num_heads=9, num_kv_heads=3),
         "no_sharing": Case(_SMALL, num_heads=3, num_kv_heads=3),
         "head_16": Case(_SMALL, head_dim=16),
@@ -105,6 +106,7 @@ def cases() -> dict[str, Case]:
         "softcap": Case(_SMALL, softcap=2.0),
         "shifts": Case(_MIXED, shifted=0.5),
         "all_shifted": Case(_SMALL, shifted=1.0),
+        "long_shifts": Case((*_MIXED, *(Segment(entries, 1) for entries in (300, 600, 250))), shifted=0.9, run=900),
         "no_shifts_promised": Case(_MIXED, shifts=False),
         "partial": Case(_SMALL, rotary_dim=32, shifted=0.7),
         "interleaved": Case(_SMALL, style="interleaved", shifted=0.7),
@@ -135,7 +137,7 @@ def make(case: Case) -> Inputs:
     for segment in case.segments:
         view = slice(first, first + segment.entries)
         positions[view] = _positions(generator, segment)
-        shifts[view] = _shifts(generator, positions[view], case.shifted)
+        shifts[view] = _shifts(generator, positions[view], case)
         query_positions[row : row + segment.queries] = positions[view][segment.entries - segment.queries :]
         size, tasks = (1, single) if segment.queries <= case.short else (case.tile, tiles)
         for start in range(0, segment.queries, size):
@@ -177,13 +179,13 @@ def _positions(generator: np.random.Generator, segment: Segment) -> np.ndarray:
     return (np.cumsum(steps) - 1).astype(np.int32)
 
 
-def _shifts(generator: np.random.Generator, positions: np.ndarray, share: float) -> np.ndarray:
+def _shifts(generator: np.random.Generator, positions: np.ndarray, case: Case) -> np.ndarray:
     """Runs of one shift, each key stored at its present position or later: never positive."""
     shifts = np.zeros(len(positions), np.int32)
     start = 0
     while start < len(positions):
-        stop = start + int(generator.integers(1, 40))
-        if generator.random() < share:
+        stop = start + int(generator.integers(1, case.run + 1))
+        if generator.random() < case.shifted:
             shifts[start:stop] = -int(generator.integers(1, len(positions) + 2))
         start = stop
     return shifts

@@ -6,7 +6,9 @@ Every executable is compiled ahead of time, one for each bucket of query rows; a
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ import numpy as np
 from akv_jax.config import EngineConfig, ModelConfig
 from akv_jax.models.decoder import Params, Pool, forward
 from akv_jax.models.rope import rotary_table
-from akv_jax.planning.plan import NO_MOVES, StepPlan
+from akv_jax.planning.plan import NO_MOVES, Segment, StepPlan
 from akv_jax.runtime.batch import StepBatch, build
 from akv_jax.runtime.sampling import Adjustment, Sampled, SamplingBatch, sample
 from pallas_kernels.segment_attention.api import backend
@@ -68,7 +70,7 @@ def token_buckets(config: EngineConfig) -> tuple[int, ...]:
     """
     largest = max(config.chunked_prefill_size, config.max_running_requests + 1)
     smaller = [bucket for bucket in (16, 64, 256, 1024, 4096) if bucket < largest]
-    return (1 if config.dtype == "float32" else 4, *smaller, max(largest, 4))
+    return tuple(sorted({1 if config.dtype == "float32" else 4, *smaller, max(largest, 4)}))
 
 
 def default_dtype(platform: str) -> str:
@@ -121,18 +123,22 @@ class Runner:
     def warm_up(self, progress: Progress = lambda *_: None) -> None:
         """Compile every executable and run each once."""
         jobs: list[tuple[str, Callable[[], Any]]] = []
-        for rows in self.buckets:
+        for rows in reversed(self.buckets):
             jobs.append((f"step of {rows} rows", functools.partial(self._step, rows)))
         for rows in sorted({self.logit_rows(rows) for rows in self.buckets}):
             for adjusted in (False, True):
                 jobs.append((f"sampling of {rows} rows", functools.partial(self._sampler, rows, adjusted)))
-        for done, (name, job) in enumerate(jobs):
-            progress(name, done, len(jobs))
-            job()
-        nothing = np.zeros(0, np.int32)
+        # XLA compiles outside Python's lock, and mostly on one core each. The largest come first.
+        with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+            running = {pool.submit(job): name for name, job in jobs}
+            for done, future in enumerate(as_completed(running)):
+                progress(running[future], done, len(jobs) + 1)
+                future.result()
+        progress("first runs", len(jobs), len(jobs) + 1)
         for rows in self.buckets:
-            self._run(StepPlan(nothing, nothing, nothing, (), NO_MOVES, nothing), rows)
-        progress("ready", len(jobs), len(jobs))
+            # Some kernels are only built when they first run: go through every branch.
+            self.run(_rehearsal(rows), SamplingPlan(empty_sampling(1), None))
+        progress("ready", len(jobs) + 1, len(jobs) + 1)
 
     def run(self, plan: StepPlan, sampling: SamplingPlan) -> StepResult:
         """One forward pass and one sampled token for each logit row."""
@@ -179,8 +185,7 @@ class Runner:
                 tile=self.config.tile,
                 shifts=self.config.reposition == "on_read",
             )
-            nothing = np.zeros(0, np.int32)
-            batch = self._build(StepPlan(nothing, nothing, nothing, (), NO_MOVES, nothing), rows)
+            batch = self._build(_rehearsal(rows), rows)
             arguments = (self._params, self._tables, self._pool, batch)
             # Compiled from shapes: the values are the run's business.
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
@@ -199,6 +204,16 @@ class Runner:
                 shapes.append(Adjustment(full, seen, jax.ShapeDtypeStruct((rows,), jnp.float32)))
             self._samplers[key] = jax.jit(sample).lower(*shapes).compile()
         return self._samplers[key]
+
+
+def _rehearsal(rows: int) -> StepPlan:
+    """A full step that reads and writes the scratch page only: a segment of one query and one of all the others."""
+    tokens = np.zeros(rows, np.int32)
+    positions = np.arange(rows, dtype=np.int32)
+    segments = [Segment(0, 1, tokens[:1], positions[:1], tokens[:1])]
+    if rows > 1:
+        segments.append(Segment(1, rows, tokens, positions, -(positions // 2)))
+    return StepPlan(tokens, positions, tokens, tuple(segments), NO_MOVES, tokens[:1])
 
 
 def empty_sampling(rows: int) -> SamplingBatch:

@@ -15,11 +15,22 @@ from pallas_kernels.segment_attention.api import BACKENDS, SegmentBatch, backend
 from pallas_kernels.segment_attention.reference import attend
 
 CASES = cases()
-#: Those of `make test`: seven executables between them.
+#: Those of `make test`: eight executables between them.
 QUICK = {
-    *("mixed", "rows_only", "tiles_only", "one_query", "nothing", "exact_blocks", "gaps", "shifts", "all_shifted"),
+    *(
+        "long_shifts",
+        "mixed",
+        "rows_only",
+        "tiles_only",
+        "one_query",
+        "nothing",
+        "exact_blocks",
+        "gaps",
+        "shifts",
+        "all_shifted",
+    ),
     *("window", "window_and_gaps", "window_and_shifts"),
-    *("everything", "partial_interleaved", "no_shifts_promised", "bits_of_smollm2"),
+    *("everything", "one_kv_head", "partial_interleaved", "no_shifts_promised", "bits_of_smollm2"),
 }
 
 
@@ -123,7 +134,9 @@ def test_the_oracle_agrees_with_a_dense_definition(name: str) -> None:
     np.testing.assert_allclose(expected(name), dense(make(CASES[name]), name), atol=2e-4)
 
 
-@pytest.mark.parametrize("name", named("mixed", "window_and_gaps", "everything", "shifts", "bits_of_smollm2", "sinks_and_window", "bits"))
+@pytest.mark.parametrize(
+    "name", named("mixed", "window_and_gaps", "everything", "shifts", "bits_of_smollm2", "sinks_and_window", "bits")
+)
 def test_nothing_else_is_read(name: str) -> None:
     """R1: pages that no list names hold NaN, padding of every array other garbage, and nothing changes."""
     case, inputs = CASES[name], make(CASES[name])

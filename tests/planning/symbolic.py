@@ -106,7 +106,5 @@ class SymbolicDevice:
             visible = [entry for entry in found if entry[2] <= query.position]
             for window in set(windows):
                 read = [entry for entry in visible if reads(window, query.position, entry[2])]
-                meant = [
-                    (owner, r.index, r.position) for r in query.view if reads(window, query.position, r.position)
-                ]
+                meant = [(owner, r.index, r.position) for r in query.view if reads(window, query.position, r.position)]
                 assert read == meant, f"query {query.index} with window {window}"

@@ -114,7 +114,9 @@ def test_a_bucket_of_few_rows_has_no_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    "capacity", [{"rows": 30}, {"list_capacity": 60}, {"move_capacity": 6}, {"logit_rows": 1}], ids=lambda c: next(iter(c))
+    "capacity",
+    [{"rows": 30}, {"list_capacity": 60}, {"move_capacity": 6}, {"logit_rows": 1}],
+    ids=lambda c: next(iter(c)),
 )
 def test_a_plan_beyond_its_bucket_is_refused(capacity: dict[str, int]) -> None:
     """Never cut short in silence."""

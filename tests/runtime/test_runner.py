@@ -9,21 +9,26 @@ import pytest
 from akv_jax.config import EngineConfig
 from akv_jax.planning.plan import NO_MOVES, Segment, StepPlan
 from akv_jax.runtime.runner import CompilationCounter, Runner, SamplingPlan, empty_sampling, token_buckets
-from spec.model import random_params
-from spec.varieties import varieties
+from tests.shared_engines import config, params
 from tests.tiny_engine import TinyEngine
+
+
+def tiny(**settings: int) -> TinyEngine:
+    sizes = {"context_length": 256, "max_running_requests": 48, "chunked_prefill_size": 48}
+    return TinyEngine(config(), params(), **{**sizes, "token_buckets": (48,), **settings})
 
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
     """Not warm: nothing here compiles a step."""
-    config = varieties()["half"]
-    return TinyEngine(config, random_params(config, seed=7)).runner
+    return tiny().runner
 
 
 def queries(count: int) -> StepPlan:
     column = np.arange(count, dtype=np.int32)
-    return StepPlan(column, column, column + 1, (Segment(0, count, column + 1, column, 0 * column),), NO_MOVES, column[-1:])
+    return StepPlan(
+        column, column, column + 1, (Segment(0, count, column + 1, column, 0 * column),), NO_MOVES, column[-1:]
+    )
 
 
 def test_a_step_larger_than_the_largest_bucket_is_refused(runner: Runner) -> None:
@@ -33,26 +38,22 @@ def test_a_step_larger_than_the_largest_bucket_is_refused(runner: Runner) -> Non
 
 def test_a_plan_with_too_many_logit_rows_is_refused(runner: Runner) -> None:
     plan = queries(2)
-    crowded = StepPlan(
-        plan.tokens, plan.positions, plan.destinations, plan.segments, NO_MOVES, np.zeros(49, np.int32)
-    )
+    crowded = StepPlan(plan.tokens, plan.positions, plan.destinations, plan.segments, NO_MOVES, np.zeros(49, np.int32))
     with pytest.raises(ValueError, match="exceeds its bucket"):
         runner.run(crowded, SamplingPlan(empty_sampling(49), None))
 
 
 def test_a_list_of_every_request_always_fits() -> None:
     """R3: whatever `max_list_entries` says, no request can be kept out for ever."""
-    config = varieties()["half"]
-    tiny = TinyEngine(config, random_params(config, seed=7), max_list_entries=1)
-    assert tiny.runner.list_capacity(48) >= 48 * 256
+    assert tiny(max_list_entries=1).runner.list_capacity(48) >= 48 * 256
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("chunk", "running"), [(256, 16), (1, 1), (1, 64), (300, 8), (8192, 16)])
 def test_buckets_hold_every_step(dtype: str, chunk: int, running: int) -> None:
     """R3: a full chunk, or every request decoding and one query more; a handful of executables."""
-    config = EngineConfig(100, 100, max_running_requests=running, chunked_prefill_size=chunk, dtype=dtype)  # type: ignore[arg-type]
-    buckets = token_buckets(config)
+    sizes = EngineConfig(100, 100, max_running_requests=running, chunked_prefill_size=chunk, dtype=dtype)  # type: ignore[arg-type]
+    buckets = token_buckets(sizes)
     assert list(buckets) == sorted(set(buckets)) and len(buckets) <= 8
     assert buckets[-1] >= max(chunk, running + 1)
 

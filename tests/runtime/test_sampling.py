@@ -131,7 +131,10 @@ def test_rows_keep_their_own_settings() -> None:
     logits = np.broadcast_to(FLAT, (ROWS, VOCABULARY))
     kind = np.arange(ROWS) % 4
     tokens = draw(
-        logits, temperature=np.where(kind == 0, 0.0, 1.0), top_k=np.where(kind == 1, 2, 0), top_p=np.where(kind == 2, 0.5, 1)
+        logits,
+        temperature=np.where(kind == 0, 0.0, 1.0),
+        top_k=np.where(kind == 1, 2, 0),
+        top_p=np.where(kind == 2, 0.5, 1),
     ).tokens
     assert set(tokens[kind == 0]) == {int(FLAT.argmax())}
     assert set(tokens[kind == 1]) == {*np.argsort(FLAT)[-2:].tolist()}

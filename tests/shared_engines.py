@@ -1,0 +1,47 @@
+"""Warm tiny engines, compiled once for all the tests of a process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from akv_jax.config import RepositionMode
+from spec.model import Model, ModelConfig, random_params
+from spec.varieties import varieties
+from tests.tiny_engine import TinyEngine
+
+#: Positions, pages, requests at once and prompt tokens a step.
+CONTEXT, PAGES, RUNNING, CHUNK = 128, 160, 16, 32
+
+
+def config() -> ModelConfig:
+    """One layer with a window among others without."""
+    return varieties()["window_and_full"]
+
+
+@functools.cache
+def params() -> Any:
+    return random_params(config(), seed=7)
+
+
+@functools.cache
+def oracle() -> Model:
+    """The same model in the specification's float64."""
+    return Model.of(config(), params())
+
+
+@functools.cache
+def shared(mode: RepositionMode = "on_read") -> TinyEngine:
+    """On-read's executables have one row, for a lone decode, or 32; a second mode with both would only compile more."""
+    tiny = TinyEngine(
+        config(),
+        params(),
+        context_length=CONTEXT,
+        num_pages=PAGES,
+        max_running_requests=RUNNING,
+        chunked_prefill_size=CHUNK,
+        token_buckets=(1, CHUNK) if mode == "on_read" else (CHUNK,),
+        reposition=mode,
+    )
+    tiny.engine().warm_up()
+    return tiny
