@@ -37,7 +37,6 @@ class Job:
     #: At least one token was sampled.
     decoding: bool = False
     last_served: int = -1
-    retractions: int = 0
 
     @property
     def held(self) -> int:
@@ -86,6 +85,7 @@ class Scheduler:
         self.preemptions = 0
         self._arrivals = 0
         self._steps = 0
+        self._overcommitted = False
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +113,7 @@ class Scheduler:
             self.waiting.remove(job)
             return
         self.running.remove(job)
+        self._overcommitted = False
         sequence, job.sequence = job.sequence, None
         births = sequence.birth_pages()
         private = sequence.private_pages()
@@ -129,7 +130,14 @@ class Scheduler:
         return peak_pages(timeline, used, self.config.reposition)
 
     def _admit(self) -> None:
-        """First come, first served: nothing overtakes the head of the queue, so nothing starves."""
+        """First come, first served: nothing overtakes the head of the queue, so nothing starves.
+
+        After a retraction the running requests are known to need more pages than there are: letting the victim back in
+        before one of them has ended would only compute it in order to retract it again.
+        """
+        if self._overcommitted and self.running:
+            return
+        self._overcommitted = False
         while self.waiting and len(self.running) < self.config.max_running_requests:
             job = self.waiting[0]
             promised = sum(max(0, other.peak - other.held) for other in self.running if not other.decoding)
@@ -149,7 +157,7 @@ class Scheduler:
     def _retract(self, job: Job) -> None:
         """Take a running job's pages; it waits again in its old place."""
         self.preemptions += 1
-        job.retractions += 1
+        self._overcommitted = True
         self.running.remove(job)
         sequence, job.sequence = job.sequence, None
         assert sequence is not None
