@@ -4,8 +4,8 @@
     inputs = make(case)
     out = segment_attention(*inputs)
 
-A case is small enough for the oracle, and between them the cases meet every branch that a kernel is likely to have: page
-lists of one entry to several blocks, segments of one query to several tiles, rows and tiles in one launch, padding.
+A case is small enough for the oracle, and together they meet every branch that a kernel is likely to have: page lists
+of one entry to several blocks, segments of one query to several tiles, rows and tiles in one launch, padding.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -60,10 +60,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests served together. spare: pages of the pool beyond what the most demanding of them needs alone."""
+    """Requests served together. The pool holds the `fitting` most demanding prompts and `spare` pages more."""
 
     asked: tuple[Asked, ...]
     chunk: int
+    fitting: int
     spare: int
     max_running: int
 
@@ -110,7 +111,8 @@ BATCHES = st.builds(
     Batch,
     asked=st.tuples(*[asks()] * BATCH),
     chunk=st.integers(1, 3) | st.integers(4, 40) | st.integers(1, ROWS),
-    spare=st.integers(0, 3) | st.integers(4, 3 * MOST_TOKENS),
+    fitting=st.integers(1, BATCH),
+    spare=st.integers(0, 4),
     max_running=st.integers(1, 4),
 )
 
@@ -161,10 +163,26 @@ def test_lists_longer_than_a_block(engines, models, name: str, mode: RepositionM
         *(Append(tokens[:275]), Drop(frozenset(range(3, 12))), Reposition(), Append(tokens[275:300])),
         *(Drop(frozenset({1, 299})), Append(tokens[300:302]), Reposition(), Append(tokens[302:])),
     )
-    batch = Batch((Asked(history, tuple(range(330)), 3, 0.0, 0),), chunk=ROWS, spare=2, max_running=1)
+    batch = Batch((Asked(history, tuple(range(330)), 3, 0.0, 0),), chunk=ROWS, fitting=1, spare=2, max_running=1)
     results = [run(model, history)]
     assert len(results[0].state.active) > 256
     check_together(engine_of(tiny, batch, results), model, batch, results)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("window_everywhere", "on_read"), ("window_everywhere", "copy")])
+def test_what_no_window_reaches_is_left_out(engines, models, name: str, mode: RepositionMode) -> None:
+    """C6, L6: where every layer has a window, what lies outside the windows of all that is computed is not computed."""
+    tiny, model = engines[name, mode].result(), models[name]
+    # The second append is 6 positions past what is active of the first, and all of the first is dropped in the end.
+    history = (
+        *(Append(tuple(range(10))), Drop(frozenset({0})), Reposition(), Drop(frozenset(range(4, 10)))),
+        *(Append(tuple(range(10, 20))), Drop(frozenset({1, 2, 3})), Append((20, 21, 22))),
+    )
+    batch = Batch((Asked(history, (), 3, 0.0, 0),), chunk=ROWS, fitting=1, spare=3, max_running=1)
+    results = [run(model, history)]
+    engine = engine_of(tiny, batch, results)
+    check_together(engine, model, batch, results)
+    assert engine.stats().computed_tokens_total == 13 + 2  # and two of the three that it generated
 
 
 @pytest.mark.parametrize(("name", "mode"), [("half", "on_read"), ("half", "copy")])
@@ -173,10 +191,10 @@ def test_retraction(engines, models, name: str, mode: RepositionMode) -> None:
     tiny, model = engines[name, mode].result(), models[name]
     tokens = tuple(range(30))
     history = (Append(tokens), Drop(frozenset({3, 4, 20})), Reposition(), Append(tokens[:3]))
-    batch = Batch(tuple(Asked(history, (), 20, 0.0, arrival) for arrival in range(3)), 20, 0, max_running=3)
-    results = [run(model, history)] * 3
-    spare = most_pages(history, results[0], mode) + 4
-    engine = engine_of(tiny, replace(batch, spare=spare), results)
+    asked = tuple(Asked(history, (), 20, 0.0, arrival) for arrival in range(BATCH))
+    batch = Batch(asked, chunk=20, fitting=2, spare=4, max_running=BATCH)
+    results = [run(model, history)] * BATCH
+    engine = engine_of(tiny, batch, results)
     check_together(engine, model, batch, results)
     assert engine.stats().preemptions_total > 0
 
@@ -204,11 +222,13 @@ def conforms(tiny: TinyEngine, model: Model, examples: int) -> None:
 
 
 def engine_of(tiny: TinyEngine, batch: Batch, results: list[Result]) -> Engine:
-    """An engine with the batch's chunk size, and a pool that holds each of its requests, if not all at once."""
+    """An engine with the batch's chunk size and pool. Where not all fit, some wait, and some are retracted."""
     mode = tiny.settings.reposition
-    pages = max(most_pages(asked.history, result, mode) for asked, result in zip(batch.asked, results, strict=True))
+    needed = sorted(most_pages(asked.history, result, mode) for asked, result in zip(batch.asked, results, strict=True))
     return tiny.engine(
-        num_pages=pages + batch.spare, chunked_prefill_size=batch.chunk, max_running_requests=batch.max_running
+        num_pages=sum(needed[-batch.fitting :]) + batch.spare,
+        chunked_prefill_size=batch.chunk,
+        max_running_requests=batch.max_running,
     )
 
 

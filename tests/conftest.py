@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from akv_jax.config import EngineConfig
 from akv_jax.models.load import LoadedModel, load_model
 from akv_jax.models.weights.errors import ModelError
+from akv_jax.runtime.runner import Runner
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,23 @@ def smollm2(model_cache: Path) -> LoadedModel:
         return load_model(None, "float32", model_cache, progress=False)
     except ModelError as error:
         pytest.skip(f"no default model: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_runner(smollm2: LoadedModel) -> Runner:
+    """Warm: `Engine(smollm2, smollm2_runner.config, runner=smollm2_runner)` starts at once, one engine at a time.
+
+    Compiling takes half a minute, so there are two executables only: of one row, and of 128, all of which may have
+    their logits looked at.
+    """
+    config = EngineConfig(
+        context_length=2048,
+        num_pages=2048,
+        max_running_requests=128,
+        chunked_prefill_size=128,
+        max_list_entries=1 << 15,
+        token_buckets=(1, 128),
+    )
+    runner = Runner(smollm2.config, smollm2.params, config)
+    runner.warm_up()
+    return runner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -57,7 +58,7 @@ def launch(inputs: Inputs, backend_name: str = "xla") -> np.ndarray:
 
 
 @functools.cache
-def compiled(backend_name: str):
+def compiled(backend_name: str) -> Any:
     """One executable for each attention and set of shapes."""
     return jax.jit(backend(backend_name), static_argnums=7)
 

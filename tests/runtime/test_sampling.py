@@ -192,7 +192,8 @@ def adjustment(**fields: Any) -> Adjustment:
 def test_penalties_and_bias_by_definition() -> None:
     """Repetition divides positive logits of seen tokens and multiplies the others, then the bias is added."""
     generator = np.random.default_rng(5)
-    logits = generator.normal(size=(ROWS, VOCABULARY)) * 3
+    # In half of the rows no logit is above zero.
+    logits = generator.normal(size=(ROWS, VOCABULARY)) * 3 - np.where(np.arange(ROWS) % 2, 12, 0)[:, None]
     seen = generator.random((ROWS, VOCABULARY)) < 0.5
     repetition, bias = generator.uniform(0.5, 2, ROWS), generator.normal(size=(ROWS, VOCABULARY))
     changed = np.where(seen, np.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None]), logits)
