@@ -30,8 +30,13 @@ def oracle() -> Model:
     return Model.of(config(), params())
 
 
-@functools.cache
 def shared(mode: RepositionMode = "on_read") -> TinyEngine:
+    """A warm one of that kind."""
+    return _warm(mode)
+
+
+@functools.cache
+def _warm(mode: RepositionMode) -> TinyEngine:
     """On-read's executables have one row, for a lone decode, or 32; a second mode with both would only compile more."""
     tiny = TinyEngine(
         config(),
