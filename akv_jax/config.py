@@ -117,5 +117,7 @@ class EngineConfig:
     tile: int = 128
     #: How a reposition is carried out (DESIGN C8).
     reposition: RepositionMode = "on_read"
+    #: Keep no K and V between requests.
+    disable_radix_cache: bool = False
     #: Numbers of query rows that get an executable; empty chooses powers of two.
     token_buckets: tuple[int, ...] = ()

@@ -11,11 +11,13 @@ import numpy as np
 from akv_jax.cache.base import KVCache
 from akv_jax.cache.naive import NaiveCache
 from akv_jax.cache.pages import PagePool
+from akv_jax.cache.radix_tree import RadixCache
 from akv_jax.config import EngineConfig, ModelConfig
 from akv_jax.errors import Reason, RequestError, invalid
 from akv_jax.models.load import LoadedModel
 from akv_jax.planning.plan import StepPlan
 from akv_jax.planning.planner import assemble
+from akv_jax.planning.usage import classify
 from akv_jax.planning.visibility import Timeline
 from akv_jax.request import Output, Request, Usage
 from akv_jax.runtime.generation import Generation, new_generation, sampling_plan, token_logprob
@@ -69,13 +71,13 @@ class Engine:
     def __init__(
         self, model: LoadedModel, config: EngineConfig, cache: KVCache | None = None, runner: Runner | None = None
     ) -> None:
-        """`cache` keeps K and V between requests; by default nothing is kept. `runner` may be one that is warm already
+        """`cache` keeps K and V between requests; by default a radix tree. `runner` may be one that is warm already
         and was made for the same model, pool and buckets."""
         self.model, self.config = model, config
         self.runner = Runner(model.config, model.params, config) if runner is None else runner
         self.executor: Executor = self.runner
-        self.cache = NaiveCache() if cache is None else cache
         self.pool = PagePool(config.num_pages)
+        self.cache: KVCache = cache or (NaiveCache() if config.disable_radix_cache else RadixCache(self.pool))
         self.scheduler = Scheduler(
             config,
             self.pool,
@@ -211,7 +213,7 @@ class Engine:
         first = not job.decoding
         if first:
             job.decoding = True
-            work.usage = _usage(job)
+            work.usage = _usage(job, self.model.config.largest_window)
         token = int(result.tokens[row])
         text, reason = generation.push(token)
         self._totals["generated"] += 1
@@ -273,18 +275,18 @@ def _timeline(request: Request, model: ModelConfig) -> Timeline:
     return timeline
 
 
-def _usage(job: Job) -> Usage:
+def _usage(job: Job, window: int | None) -> Usage:
     """DESIGN A6, at the first output token."""
     sequence, timeline = job.sequence, job.timeline
     assert sequence is not None
-    computed = len(sequence.compute)
+    kinds = classify(timeline, sequence.compute, window)
     return Usage(
         prompt_tokens=timeline.count,
-        computed_tokens=computed,
-        drop_skipped_tokens=timeline.count - computed,
-        repos_tokens=0,
-        cached_tokens=0,
-        restored_tokens=0,
+        computed_tokens=kinds.computed,
+        drop_skipped_tokens=kinds.drop_skipped,
+        repos_tokens=kinds.repos,
+        cached_tokens=kinds.cached,
+        restored_tokens=sequence.restored,
         active_tokens=timeline.active,
         next_position=timeline.next_position,
         segments=sequence.segments,

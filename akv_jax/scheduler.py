@@ -18,7 +18,7 @@ from akv_jax.cache.pages import PagePool
 from akv_jax.config import EngineConfig
 from akv_jax.errors import Reason, RequestError
 from akv_jax.planning.restore import compute_set
-from akv_jax.planning.sequence import Chunk, PlacedChunk, Sequence, peak_pages
+from akv_jax.planning.sequence import Chunk, PlacedChunk, Released, Sequence, peak_pages
 from akv_jax.planning.visibility import Timeline
 
 
@@ -40,7 +40,7 @@ class Job:
 
     @property
     def held(self) -> int:
-        return 0 if self.sequence is None else len(self.sequence.private_pages())
+        return 0 if self.sequence is None else self.sequence.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,23 @@ class Scheduler:
         if job.sequence is None:
             self.waiting.remove(job)
             return
-        self.running.remove(job)
         self._overcommitted = False
+        self._stop(job)
+
+    def _stop(self, job: Job) -> None:
+        """Take a job off the batch: its pages go to the cache or back to the pool, its leases end."""
+        self.running.remove(job)
         sequence, job.sequence = job.sequence, None
-        births = sequence.birth_pages()
-        private = sequence.private_pages()
-        returned = self.cache.keep(job.timeline, job.salt, births)
-        kept = np.setdiff1d(births[births >= 0], returned, assume_unique=True)
-        self.pool.free(np.setdiff1d(private, kept, assume_unique=True))
-        self.cache.release(sequence.match)
+        assert sequence is not None
+        births, private = sequence.birth_pages(), sequence.private_pages()
+        self.pool.free(np.setdiff1d(private, births[births >= 0], assume_unique=True))
+        self._offer(job, births)
+        self.cache.release(sequence.match, job.timeline)
+
+    def _offer(self, job: Job, births: np.ndarray) -> None:
+        """The cache may keep these pages; what it does not take is free."""
+        if len(births):
+            self.pool.free(self.cache.keep(job.timeline, job.salt, births))
 
     def _peak(self, timeline: Timeline, logits_at: tuple[int, ...]) -> int:
         """Most pages at one moment before the next sampled token, computed from nothing (DESIGN A7)."""
@@ -141,8 +149,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.config.max_running_requests:
             job = self.waiting[0]
             promised = sum(max(0, other.peak - other.held) for other in self.running if not other.decoding)
-            free = self.pool.num_free - promised
-            if self.running and job.peak > free and job.peak > free + self.cache.evict(job.peak - free):
+            if self.running and job.peak > self.pool.num_free + self.cache.evictable() - promised:
                 return
             self.waiting.pop(0)
             match = self.cache.match(job.timeline, job.salt)
@@ -150,6 +157,7 @@ class Scheduler:
             job.sequence = Sequence(
                 job.timeline, match, window=self.window, mode=self.config.reposition, logits_at=logits_at
             )
+            self._release(job, job.sequence.let_go())
             # It takes its turn after those that have waited as long.
             job.last_served = self._steps - 1
             self.running.append(job)
@@ -158,11 +166,7 @@ class Scheduler:
         """Take a running job's pages; it waits again in its old place."""
         self.preemptions += 1
         self._overcommitted = True
-        self.running.remove(job)
-        sequence, job.sequence = job.sequence, None
-        assert sequence is not None
-        self.pool.free(sequence.private_pages())
-        self.cache.release(sequence.match)
+        self._stop(job)
         if job.decoding:
             # What it has generated since is computed again, as a part of the prompt.
             job.peak = self._peak(job.timeline, ())
@@ -188,11 +192,19 @@ class Scheduler:
         """The step has run: free what no later query reads."""
         for part in schedule.parts:
             assert part.job.sequence is not None
-            self.pool.free(part.job.sequence.advance(part.chunk))
+            self._release(part.job, part.job.sequence.advance(part.chunk))
+
+    def _release(self, job: Job, pages: Released) -> None:
+        assert job.sequence is not None
+        self.pool.free(pages.copies)
+        self._offer(job, pages.births)
+        if len(pages.leased):
+            self.cache.release(job.sequence.match, job.timeline, pages.leased)
 
     def _place(self, schedule: Schedule, job: Job, size: int) -> int:
         """Add up to `size` queries of `job` to the step; returns how many. Older jobs are never disturbed for it."""
         while job.sequence is not None:
+            self.cache.evict(job.sequence.next_chunk(size).pages_needed - self.pool.num_free)
             room = self._room(schedule)
             chunk = _fitting(job.sequence, size, room)
             if chunk is not None:
@@ -203,8 +215,6 @@ class Scheduler:
             needed = job.sequence.next_chunk(1)
             if needed.entries > room.entries:
                 return 0
-            if self.cache.evict(needed.pages_needed - room.pages):
-                continue
             newest = max(self.running, key=lambda j: j.arrival)
             if newest is job:
                 if len(self.running) == 1:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 
 from akv_jax import config as engine_config
-from akv_jax.cache.base import KVCache
 from akv_jax.config import EngineConfig
 from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel
@@ -73,9 +72,10 @@ class TinyEngine:
         self.model = loaded(engine_model(config), params)
         self.runner = Runner(self.model.config, self.model.params, self.settings)
 
-    def engine(self, cache: KVCache | None = None, **settings: Any) -> Engine:
-        """A fresh engine; `settings` change what no executable depends on."""
-        return Engine(self.model, dataclasses.replace(self.settings, **settings), cache, self.runner)
+    def engine(self, **settings: Any) -> Engine:
+        """A fresh engine that keeps nothing between requests; `settings` change what no executable depends on."""
+        settings = {"disable_radix_cache": True, **settings}
+        return Engine(self.model, dataclasses.replace(self.settings, **settings), runner=self.runner)
 
 
 def score(request_id: str, operations: Sequence[Operation], max_tokens: int = 1) -> Request:
@@ -101,6 +101,7 @@ def run(engine: Engine, requests: Sequence[Request], arrivals: Sequence[int] = (
         engine.check()
         steps += 1
         assert steps < 5000, "the engine does not come to an end"
+    engine.flush_cache()
     assert engine.stats().pages_free == engine.config.num_pages
     return outputs
 

@@ -17,11 +17,13 @@ class MatchResult:
     pages: int32 [T], the page holding each token's K and V, or -1 where it is missing.
     encoded: int32 [T], the position its K is rotated to.
     receipt: identifies the lease.
+    known: how many leading tokens of the history the cache remembers, resident or not.
     """
 
     pages: np.ndarray
     encoded: np.ndarray
     receipt: int
+    known: int = 0
 
 
 class KVCache(Protocol):
@@ -31,8 +33,11 @@ class KVCache(Protocol):
         """Find and lease every entry of the history that is resident."""
         ...
 
-    def release(self, match: MatchResult) -> None:
-        """End the lease. Each match is released exactly once."""
+    def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:
+        """End the lease on `pages`, or on all that are left of it; the latter exactly once for each match.
+
+        `timeline` is the history as it stands, by which dropped pages are evicted first (DESIGN C5).
+        """
         ...
 
     def keep(self, timeline: Timeline, salt: str, pages: np.ndarray) -> np.ndarray:
@@ -42,8 +47,12 @@ class KVCache(Protocol):
         """
         ...
 
+    def evictable(self) -> int:
+        """How many pages `evict` could free."""
+        ...
+
     def evict(self, count: int) -> int:
-        """Free at least `count` unleased pages if there are as many; returns how many were freed."""
+        """Free `count` unleased pages, or as many as there are; returns how many were freed."""
         ...
 
     def flush(self) -> int:

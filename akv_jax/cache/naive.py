@@ -25,11 +25,15 @@ class NaiveCache:
         self._open.add(receipt)
         return MatchResult(np.full(timeline.count, -1, np.int32), timeline.birth[: timeline.count].copy(), receipt)
 
-    def release(self, match: MatchResult) -> None:
-        self._open.remove(match.receipt)
+    def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:
+        if pages is None:
+            self._open.remove(match.receipt)
 
     def keep(self, timeline: Timeline, salt: str, pages: np.ndarray) -> np.ndarray:
         return pages[pages >= 0]
+
+    def evictable(self) -> int:
+        return 0
 
     def evict(self, count: int) -> int:
         return 0

@@ -61,6 +61,12 @@ class PagePool:
         self._stack[self.num_free : self.num_free + len(pages)] = pages
         self.num_free += len(pages)
 
+    def cache(self, pages: np.ndarray) -> None:
+        """Private pages become a version's. PageError if one of them is not private."""
+        if (self._state[pages] != PageState.PRIVATE).any():
+            raise PageError("only a private page can be given to the cache")
+        self._state[pages] = PageState.CACHED
+
     def counts(self) -> PageCounts:
         """How many pages are in each state."""
         totals = np.bincount(self._state, minlength=4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -61,6 +61,19 @@ class PlacedChunk:
     logits: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Pages that no later query of a sequence reads, int32.
+
+    births: by logical index [T], its own page with K and V at birth, or -1. copies: its own copies of others.
+    leased: the cache's.
+    """
+
+    births: np.ndarray
+    copies: np.ndarray
+    leased: np.ndarray
+
+
 class _RunningList:
     """The page list of a decoding sequence, grown by one entry a step."""
 
@@ -76,6 +89,9 @@ class _RunningList:
         self.length += 1
         pages, positions, shifts = self._columns[:, : self.length]
         return ReadList(1, pages, positions, shifts)
+
+
+_NOTHING = np.zeros(0, np.int32)
 
 
 class Sequence:
@@ -94,11 +110,14 @@ class Sequence:
         self.timeline, self.match, self.mode = timeline, match, mode
         self.wanted = np.unique(np.array([*logits_at, timeline.count - 1], np.int32))
         self.compute = compute_set(timeline, match.pages >= 0, self.wanted, window)
+        #: How many of them the cache remembers but had to give up (DESIGN A6).
+        self.restored = int(((self.compute < match.known) & (match.pages[self.compute] < 0)).sum())
         self.cursor = 0
         self.forwards = 0
         self.segments = len(np.unique(np.searchsorted(timeline.starts, self.compute, side="right")))
         self._page_of, self._encoded = match.pages.copy(), match.encoded.copy()
         self._private = np.zeros(timeline.count, bool)
+        self._computed = np.zeros(timeline.count, bool)
         self._copy_page = np.full(timeline.count, -1, np.int32)
         self._copy_position = np.zeros(timeline.count, np.int32)
         self._running: _RunningList | None = None
@@ -121,7 +140,7 @@ class Sequence:
                 np.pad(a, (0, room), constant_values=-1) for a in (self._page_of, self._copy_page)
             )
             self._encoded, self._copy_position = (np.pad(a, (0, room)) for a in (self._encoded, self._copy_position))
-            self._private = np.pad(self._private, (0, room))
+            self._private, self._computed = (np.pad(a, (0, room)) for a in (self._private, self._computed))
         self._encoded[index] = self.timeline.birth[index]
 
     def next_chunk(self, size: int) -> Chunk:
@@ -202,21 +221,32 @@ class Sequence:
             return ReadList(stop, pages, view.positions, shifts)
         return ReadList(stop, pages[there], view.positions[there], shifts[there])
 
-    def advance(self, chunk: Chunk) -> np.ndarray:
-        """The step that computed `chunk` has run. Returns the private pages that no later query reads: int32."""
+    def advance(self, chunk: Chunk) -> Released:
+        """The step that computed `chunk` has run. Returns what may go."""
         self.cursor += len(chunk.indices)
         self.forwards += 1
-        freed, self._retired = self._retired, []
-        if chunk.views:
-            if self.remaining:
-                epoch = self.timeline.epoch_of(int(self.compute[self.cursor]))
-            else:
-                epoch = self.timeline.num_epochs - 1
-            count = self.timeline.count
-            gone = np.flatnonzero((self.timeline.dropped[:count] <= epoch) & (self._page_of[:count] >= 0))
-            freed += [self._page_of[gone[self._private[gone]]], self._copy_page[gone][self._copy_page[gone] >= 0]]
-            self._page_of[gone] = self._copy_page[gone] = -1
-        return np.concatenate([np.zeros(0, np.int32), *freed])
+        self._computed[chunk.indices] = True
+        retired, self._retired = self._retired, []
+        released = self.let_go() if chunk.views else Released(_NOTHING, _NOTHING, _NOTHING)
+        return replace(released, copies=np.concatenate([released.copies, *retired]))
+
+    def let_go(self) -> Released:
+        """Give up the pages of entries that are dropped before the next query."""
+        epoch = self.timeline.num_epochs - 1
+        if self.remaining:
+            epoch = self.timeline.epoch_of(int(self.compute[self.cursor]))
+        count = self.timeline.count
+        gone = np.flatnonzero((self.timeline.dropped[:count] <= epoch) & (self._page_of[:count] >= 0))
+        pages, own, copies = self._page_of[gone], self._private[gone], self._copy_page[gone]
+        births = np.full(count, -1, np.int32)
+        births[gone[own]] = pages[own]
+        self._page_of[gone] = self._copy_page[gone] = -1
+        return Released(births, copies[copies >= 0], pages[~own])
+
+    @property
+    def held(self) -> int:
+        """Pages in use by this sequence, leased ones included."""
+        return int((self._page_of >= 0).sum() + (self._copy_page >= 0).sum()) + sum(map(len, self._retired))
 
     def private_pages(self) -> np.ndarray:
         """Every page that belongs to this sequence alone: int32."""
@@ -224,8 +254,11 @@ class Sequence:
         return np.concatenate([self._page_of[self._private & (self._page_of >= 0)], copies, *self._retired])
 
     def birth_pages(self) -> np.ndarray:
-        """By logical index, the private page with K and V at birth, or -1: int32 [T]. What a cache may keep."""
-        return np.where(self._private, self._page_of, -1)[: self.timeline.count]
+        """By logical index, the private page with K and V at birth, or -1: int32 [T]. What a cache may keep.
+
+        Pages of queries that were placed but have not run hold nothing yet.
+        """
+        return np.where(self._private & self._computed, self._page_of, -1)[: self.timeline.count]
 
 
 def peak_pages(timeline: Timeline, used: np.ndarray, mode: RepositionMode) -> int:

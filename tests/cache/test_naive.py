@@ -27,7 +27,7 @@ def test_a_match_is_released_once() -> None:
     """C4: releasing replays the receipt."""
     cache, timeline = NaiveCache(), Timeline((Append((1,)),))
     one, other = cache.match(timeline, ""), cache.match(timeline, "")
-    cache.release(one)
+    cache.release(one, timeline)
     with pytest.raises(KeyError):
-        cache.release(one)
-    cache.release(other)
+        cache.release(one, timeline)
+    cache.release(other, timeline)

@@ -77,7 +77,8 @@ class Player:
         self.device.run(plan, rows, turns_on_read=self.mode == "on_read")
         assert self.cached.items() <= self.device.pages.items(), "a cached page was written to"
         self.most_held = max(self.most_held, self.pool.num_pages - self.pool.num_free)
-        self.pool.free(self.sequence.advance(chunk))
+        released = self.sequence.advance(chunk)
+        self.pool.free(np.concatenate([released.births[released.births >= 0], released.copies]))
         self.check_pages()
         return chunk
 

@@ -1,0 +1,283 @@
+"""One radix tree whose path is the canonical history (DESIGN C1-C5): shared, evicted and restored by meaning.
+
+A path from a tenant's root is a history: runs of tokens, drops of the indices they newly deactivate, repositions. Two
+requests share exactly their longest common history. A run owns the birth version of its tokens' K and V, page by page;
+where a page was evicted a tombstone (-1) is left, so that what follows is still found. Only the planner decides what to
+do about holes.
+
+Numbers about pages (who leases them, when they were last used) are kept in arrays by page, not in nodes: a split moves
+nothing but slices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from akv_jax.cache.base import MatchResult
+from akv_jax.cache.pages import PageError, PagePool
+from akv_jax.planning.visibility import Timeline
+
+#: What leads from a node to a child: the next token, or the bytes of an operation.
+_Edge = int | bytes
+_REPOSITION = b"reposition"
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    """A run of tokens, or an operation (no tokens). `pages` holds -1 where nothing is resident."""
+
+    number: int
+    parent: _Node | None
+    edge: _Edge
+    tokens: np.ndarray
+    pages: np.ndarray
+    last_used: int
+    children: dict[_Edge, _Node] = field(default_factory=dict)
+
+
+class RadixCache:
+    """See `base.KVCache`."""
+
+    def __init__(self, pool: PagePool, *, max_tokens: int | None = None) -> None:
+        """`max_tokens` bounds the tokens that paths may remember, tombstones included (C5); default 16 a page."""
+        self._pool = pool
+        self._max_tokens = 16 * pool.num_pages if max_tokens is None else max_tokens
+        self._tokens = 0
+        self._clock = itertools.count(1)
+        self._numbers = itertools.count()
+        self._nodes: dict[int, _Node] = {}
+        self._roots: dict[str, _Node] = {}
+        self._receipts = itertools.count()
+        self._leases: dict[int, np.ndarray] = {}
+        size = pool.num_pages + 1
+        self._references = np.zeros(size, np.int32)
+        # Of cached pages: their node and place in it, logical index, time, and whether their last user dropped them.
+        self._owner = np.full(size, -1, np.int64)
+        self._offset = np.zeros(size, np.int32)
+        self._index = np.zeros(size, np.int32)
+        self._used = np.zeros(size, np.int64)
+        self._dropped = np.zeros(size, bool)
+
+    # -- base.KVCache ------------------------------------------------------------------------------------------------
+
+    def match(self, timeline: Timeline, salt: str) -> MatchResult:
+        now = next(self._clock)
+        pages = np.full(timeline.count, -1, np.int32)
+        end = 0
+        for node, start, length in self._walk(timeline, salt):
+            node.last_used = now
+            pages[start : start + length] = node.pages[:length]
+            end = start + length
+        resident = pages[pages >= 0]
+        self._references[resident] += 1
+        self._used[resident] = now
+        receipt = next(self._receipts)
+        self._leases[receipt] = resident
+        return MatchResult(pages, timeline.birth[: timeline.count].copy(), receipt, end)
+
+    def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:
+        held = self._leases.pop(match.receipt)
+        if pages is None:
+            leaving = held
+        else:
+            leaving = pages
+            self._leases[match.receipt] = np.setdiff1d(held, pages, assume_unique=True)
+        self._references[leaving] -= 1
+        dropped = match.pages[timeline.dropped[: len(match.pages)] < timeline.num_epochs]
+        self._dropped[leaving] = np.isin(leaving, dropped)
+        self._used[leaving] = next(self._clock)
+
+    def keep(self, timeline: Timeline, salt: str, pages: np.ndarray) -> np.ndarray:
+        own = np.flatnonzero(pages >= 0)
+        if not len(own):
+            return pages[own]
+        now = next(self._clock)
+        refused = []
+        runs, rests = self._grow(timeline, salt, int(own[-1]) + 1, now)
+        for node, start in runs:
+            offered = pages[start : start + len(node.tokens)]
+            taken = np.flatnonzero((offered >= 0) & (node.pages < 0))
+            refused.append(offered[(offered >= 0) & (node.pages >= 0)])
+            new = offered[taken]
+            node.pages[taken] = new
+            self._pool.cache(new)
+            self._owner[new], self._offset[new], self._index[new] = node.number, taken, start + taken
+            self._used[new] = now
+            self._dropped[new] = timeline.dropped[start + taken] < timeline.num_epochs
+        for rest in rests:
+            self._prune(rest)
+        self._forget()
+        return np.concatenate([np.zeros(0, np.int32), *refused])
+
+    def evictable(self) -> int:
+        return int(((self._owner >= 0) & (self._references == 0)).sum())
+
+    def evict(self, count: int) -> int:
+        idle = np.flatnonzero((self._owner >= 0) & (self._references == 0))
+        if count <= 0 or not len(idle):
+            return 0
+        # Dropped by their last user first, then the least recently used; of one path its end first.
+        order = np.lexsort((-self._index[idle], self._used[idle], ~self._dropped[idle]))
+        chosen = idle[order[:count]]
+        self._remove(chosen)
+        return len(chosen)
+
+    def flush(self) -> int:
+        return self.evict(len(self._owner))
+
+    def cached_pages(self) -> list[np.ndarray]:
+        return [node.pages[node.pages >= 0] for node in self._nodes.values()]
+
+    def leased(self) -> int:
+        return int(((self._owner >= 0) & (self._references > 0)).sum())
+
+    @property
+    def remembered(self) -> int:
+        """Tokens on all paths, tombstones included."""
+        return self._tokens
+
+    def check(self) -> None:
+        """The tree is well-formed and its books are right. PageError if not."""
+        references = np.zeros_like(self._references)
+        for pages in self._leases.values():
+            references[pages] += 1
+        if not np.array_equal(references, self._references):
+            raise PageError("leases and reference counts disagree")
+        owned = 0
+        for number, node in self._nodes.items():
+            there = np.flatnonzero(node.pages >= 0)
+            owned += len(there)
+            good = (self._owner[node.pages[there]] == number).all() and (self._offset[node.pages[there]] == there).all()
+            linked = node.parent is None or node.parent.children.get(node.edge) is node
+            if not (good and linked and len(node.tokens) == len(node.pages)):
+                raise PageError(f"node {number} is malformed")
+        if owned != int((self._owner >= 0).sum()) or self._tokens != sum(len(n.tokens) for n in self._nodes.values()):
+            raise PageError("pages or tokens of the tree are counted wrong")
+
+    # -- the tree ----------------------------------------------------------------------------------------------------
+
+    def _walk(self, timeline: Timeline, salt: str) -> Iterator[tuple[_Node, int, int]]:
+        """Runs on the path of the history: (node, logical index of its first token, tokens of it that agree)."""
+        node = self._roots.get(salt)
+        for edge, start, stop in _steps(timeline):
+            node = node if edge is None or node is None else node.children.get(edge)
+            at = start
+            while node is not None and at < stop:
+                node = node.children.get(int(timeline.tokens[at]))
+                if node is None:
+                    return
+                length = _common(node.tokens, timeline.tokens[at:stop])
+                yield node, at, length
+                at += length
+                if length < len(node.tokens):
+                    return
+            if node is None:
+                return
+
+    def _grow(self, timeline: Timeline, salt: str, end: int, now: int) -> tuple[list[tuple[_Node, int]], list[_Node]]:
+        """Make the path of the history's first `end` tokens.
+
+        Returns its runs, each with its first logical index; and what was cut off runs, which may hold nothing.
+        """
+        if salt not in self._roots:
+            nothing = np.zeros(0, np.int32)
+            self._roots[salt] = self._add(None, b"root " + salt.encode(), nothing, nothing, now)
+        node, runs, rests = self._roots[salt], [], []
+        for edge, start, stop in _steps(timeline):
+            if start >= end:
+                break
+            if edge is not None:
+                nothing = np.zeros(0, np.int32)
+                node = node.children.get(edge) or self._add(node, edge, nothing, nothing, now)
+            at, stop = start, min(stop, end)
+            while at < stop:
+                child = node.children.get(int(timeline.tokens[at]))
+                if child is None:
+                    tokens = timeline.tokens[at:stop].copy()
+                    child = self._add(node, int(tokens[0]), tokens, np.full(len(tokens), -1, np.int32), now)
+                length = _common(child.tokens, timeline.tokens[at:stop])
+                if length < len(child.tokens):
+                    rests.append(child)
+                    child = self._split(child, length)
+                child.last_used = now
+                runs.append((child, at))
+                node, at = child, at + length
+        return runs, rests
+
+    def _add(self, parent: _Node | None, edge: _Edge, tokens: np.ndarray, pages: np.ndarray, now: int) -> _Node:
+        node = _Node(next(self._numbers), parent, edge, tokens, pages, now)
+        self._nodes[node.number] = node
+        self._tokens += len(tokens)
+        if parent is not None:
+            parent.children[edge] = node
+        return node
+
+    def _split(self, node: _Node, length: int) -> _Node:
+        """Cut a run in two; returns the first part, which is a new node. Leases are on pages and do not notice."""
+        assert node.parent is not None
+        self._tokens -= length
+        first = self._add(node.parent, node.edge, node.tokens[:length], node.pages[:length].copy(), node.last_used)
+        node.parent, node.edge = first, int(node.tokens[length])
+        node.tokens, node.pages = node.tokens[length:], node.pages[length:].copy()
+        first.children[node.edge] = node
+        for part in (first, node):
+            there = np.flatnonzero(part.pages >= 0)
+            self._owner[part.pages[there]], self._offset[part.pages[there]] = part.number, there
+        return first
+
+    def _remove(self, pages: np.ndarray) -> None:
+        """Free cached pages that nobody leases, and the paths on which nothing is left."""
+        for number in np.unique(self._owner[pages]).tolist():
+            node = self._nodes[number]
+            node.pages[self._offset[pages[self._owner[pages] == number]]] = -1
+            self._prune(node)
+        self._owner[pages] = -1
+        self._pool.free(pages)
+
+    def _prune(self, node: _Node) -> None:
+        """Remove a node that holds nothing and leads nowhere, then its parent if that is now one, and so on."""
+        if node.number not in self._nodes:
+            return
+        while node.parent is not None and not node.children and not (node.pages >= 0).any():
+            del node.parent.children[node.edge], self._nodes[node.number]
+            self._tokens -= len(node.tokens)
+            node = node.parent
+        if node.parent is None and not node.children:
+            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+            self._nodes.pop(node.number, None)
+
+    def _forget(self) -> None:
+        """Keep the remembered tokens within bounds: the ends of the oldest paths go first (C5)."""
+        if self._tokens <= self._max_tokens:
+            return
+        leaves = sorted((n for n in self._nodes.values() if not n.children), key=lambda n: n.last_used)
+        for leaf in leaves:
+            pages = leaf.pages[leaf.pages >= 0]
+            if self._tokens > self._max_tokens and not self._references[pages].any():
+                self._remove(pages) if len(pages) else self._prune(leaf)
+
+
+def _steps(timeline: Timeline) -> Iterator[tuple[_Edge | None, int, int]]:
+    """The canonical history by epochs: (the operation that begins it, first logical index, one past its last)."""
+    dropped = timeline.dropped[: timeline.count]
+    order = np.argsort(dropped, kind="stable").astype(np.int32)
+    bounds = np.searchsorted(dropped[order], np.arange(timeline.num_epochs + 1))
+    repositions = set(timeline.repositions)
+    for epoch in range(timeline.num_epochs):
+        edge: _Edge | None = None
+        if epoch in repositions:
+            edge = _REPOSITION
+        elif epoch:
+            edge = order[bounds[epoch] : bounds[epoch + 1]].tobytes()
+        yield edge, timeline.starts[epoch], timeline.stop(epoch)
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading tokens agree."""
+    size = min(len(a), len(b))
+    different = a[:size] != b[:size]
+    return int(different.argmax()) if different.any() else size

@@ -1,0 +1,276 @@
+"""The radix tree under the scheduler on a symbolic device: shared exactly by meaning, evicted, restored (C1-C7, A4, A6).
+
+A page's content is named by the canonical history up to its token's append, so a page that is reused where the history
+differs in anything at all is refused by the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from akv_jax.cache.naive import NaiveCache
+from akv_jax.cache.radix_tree import RadixCache
+from akv_jax.config import RepositionMode
+from akv_jax.errors import RequestError
+from akv_jax.planning.usage import classify
+from akv_jax.planning.visibility import Timeline
+from akv_jax.scheduler import Scheduler
+from spec.operations import Append, Drop, History, Reposition, canonical
+from spec.sharing import common_prefix, steps
+from spec.state import run
+from spec.visibility import closure, usage
+from tests.planning.symbolic import Content, Expected, SymbolicDevice
+from tests.random_histories import random_history
+from tests.test_scheduler import MODES, Client, Simulation, agent
+
+
+class Meaning(NamedTuple):
+    """What each token of a history is, by logical index: a name of the whole history up to its append."""
+
+    salt: str
+    names: Sequence[Hashable]
+
+
+def meaning(history: History, salt: str) -> Meaning:
+    names: list[Hashable] = []
+    so_far: Hashable = salt
+    for step in steps(canonical(history)):
+        so_far = hash((so_far, step))
+        if isinstance(step, int):
+            names.append(so_far)
+    return Meaning(salt, names)
+
+
+class SharingDevice(SymbolicDevice):
+    """Compares contents by meaning, not by request."""
+
+    def _write(self, plan, rows) -> None:
+        super()._write(plan, [Expected(row.owner.names[row.query.index], row.query, row.windows) for row in rows])
+
+    def _read(self, segment, rows) -> None:
+        for row in rows:
+            for read in row.query.view:
+                assert read.index < len(row.owner.names)
+        translate = {name: row.owner.names[0] for row in rows for name in row.owner.names}
+        before = {page: self.pages[page] for page in segment.pages.tolist()}
+        for page, content in before.items():
+            owner = rows[0].owner
+            assert owner.names[content.index] == content.owner, f"page {page} means something else here"
+            self.pages[page] = Content(translate[content.owner], content.index, content.encoded)
+        super()._read(segment, [Expected(row.owner.names[0], row.query, row.windows) for row in rows])
+        self.pages.update(before)
+
+
+class SharingSimulation(Simulation):
+    """A `Simulation` whose scheduler has a radix tree."""
+
+    def __init__(self, windows: tuple[int | None, ...] = (None,), **config) -> None:
+        super().__init__(windows, **config)
+        self.device.__class__ = SharingDevice
+        self.cache = RadixCache(self.pool, max_tokens=config.pop("max_tokens", None))
+        self.scheduler = Scheduler(
+            self.config,
+            self.pool,
+            self.cache,
+            window=self.scheduler.window,
+            list_capacity=self.list_capacity,
+            logit_rows=self.config.max_running_requests,
+        )
+        self.salts: dict[str, str] = {}
+        self.computed: dict[str, int] = {}
+
+    def submit(self, history: History, outputs: int = 1, logits_at: tuple[int, ...] = (), salt: str = "") -> Client:
+        name = f"request {len(self.clients)}"
+        job = self.scheduler.submit(name, Timeline(history), salt, logits_at)
+        client = Client(job, history, outputs, logits_at, run(None, history).state)
+        self.clients[name] = client
+        return client
+
+    def whole(self, client: Client) -> History:
+        return (*client.history, Append(tuple(client.generated)))
+
+    def run(self, schedule) -> None:
+        owners = {name: meaning(self.whole(c), c.job.salt) for name, c in self.clients.items() if c.end is None}
+        inner = self.device.run
+
+        def by_meaning(plan, rows, *, turns_on_read: bool) -> None:
+            renamed = [Expected(owners[row.owner], row.query, row.windows) for row in rows]
+            inner(plan, renamed, turns_on_read=turns_on_read)
+
+        self.device.run = by_meaning  # type: ignore[method-assign]
+        try:
+            super().run(schedule)
+        finally:
+            del self.device.run
+
+    def check_pages(self) -> None:
+        private = [job.sequence.private_pages() for job in self.scheduler.running if job.sequence is not None]
+        self.pool.check(private, self.cache.cached_pages())
+        self.cache.check()
+
+    def check_closure(self, client: Client) -> None:
+        """C6 with what was resident when it was admitted; A6 of the same."""
+        sequence = client.job.sequence
+        if sequence is client.sequence:
+            return
+        client.sequence = sequence
+        assert sequence is not None
+        resident = set(np.flatnonzero(sequence.match.pages >= 0).tolist())
+        last = len(client.state.trajectory) - 1
+        wanted = {last} if client.generated else {*client.logits_at, last}
+        whole = self.whole(client)
+        assert sequence.compute.tolist() == sorted(closure(whole, resident, wanted, self.windows))
+        self.computed[client.job.job_id] = len(sequence.compute)
+        if wanted == {last}:
+            window = self.scheduler.window
+            kinds = classify(client.job.timeline, sequence.compute, window)
+            meant = usage(whole, resident, self.windows)
+            assert kinds == tuple(map(len, (meant.computed, meant.drop_skipped, meant.repos, meant.cached)))
+
+    def drain(self) -> None:
+        while self.live:
+            self.step()
+        assert self.cache.leased() == 0
+        self.cache.flush()
+        assert self.pool.num_free == self.pool.num_pages and not self.device.pages
+        assert self.cache.remembered == 0
+
+
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(12, 800))])
+@pytest.mark.parametrize("mode", MODES)
+def test_random_traffic(mode: RepositionMode, seed: int) -> None:
+    """C1-C7: new conversations, next turns, branches, other tenants, evictions, flushes and aborts in tiny pools."""
+    generator = np.random.default_rng(seed)
+    windows = [(None,), (None, 3), (2,), (5, 1)][generator.integers(4)]
+    simulation = SharingSimulation(
+        windows,
+        reposition=mode,
+        num_pages=int(generator.integers(25, 160)),
+        max_running_requests=int(generator.integers(1, 7)),
+        chunked_prefill_size=int(generator.choice([1, 3, 8, 32, 200])),
+    )
+    told: list[History] = []
+    for _ in range(200):
+        if generator.random() < 0.2:
+            history = random_history(generator, max_operations=5, vocab_size=3)
+            if told and generator.random() < 0.8:
+                history = (*told[int(generator.integers(len(told)))], *history)
+                if generator.random() < 0.5:
+                    known = len(run(None, history).queries)
+                    history = (*history, Drop(frozenset(generator.integers(known, size=2).tolist())), Append((1,)))
+            try:
+                simulation.submit(
+                    history, int(generator.choice([1, 2, 5, 20])), salt=str(generator.choice(["", "", "other"]))
+                )
+                told.append(history)
+            except RequestError:
+                pass
+        if simulation.live and generator.random() < 0.03:
+            simulation.finish(simulation.live[int(generator.integers(len(simulation.live)))], "aborted")
+        event = generator.random()
+        if event < 0.02:
+            simulation.cache.flush()
+        elif event < 0.1:
+            simulation.cache.evict(int(generator.integers(1, 20)))
+        simulation.check_pages()
+        simulation.step()
+    simulation.drain()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_exactly_the_longest_common_history_is_shared(seed: int) -> None:
+    """C1: a match knows as many tokens as the two histories share, no more and no less."""
+    generator = np.random.default_rng(seed)
+    histories = [random_history(generator, vocab_size=2, max_run=4) for _ in range(6)]
+    for seen in histories:
+        simulation = SharingSimulation(num_pages=400)
+        simulation.submit(seen)
+        while simulation.live:
+            simulation.step()
+        for asked in histories:
+            match = simulation.cache.match(Timeline(asked), "")
+            assert match.known <= common_prefix(canonical(seen), canonical(asked)).tokens
+            simulation.cache.release(match, Timeline(asked))
+        again = Timeline(seen)
+        computed = max(simulation.clients["request 0"].state.trajectory, key=lambda q: q.index).index + 1
+        match = simulation.cache.match(again, "")
+        assert match.known <= computed
+        simulation.cache.release(match, again)
+
+
+def test_the_next_turn_computes_only_what_is_new() -> None:
+    """The heart of it: an agent's next turn reuses everything, edits or not."""
+    simulation = SharingSimulation(num_pages=1000, chunked_prefill_size=64)
+    history: History = ()
+    for turn in range(12):
+        history = (*history, Append(tuple((turn * 7 + i) % 64 for i in range(20))))
+        if turn >= 2:
+            history = (*history, Drop(frozenset(range((turn - 2) * 20, (turn - 1) * 20))))
+        if turn % 3 == 2:
+            history = (*history, Reposition())
+        client = simulation.submit((*history, Append((9, 9))))
+        while simulation.live:
+            simulation.step()
+        assert simulation.computed[client.job.job_id] == 22, turn
+    simulation.drain()
+
+
+def test_an_unchanged_request_computes_one_token() -> None:
+    """A10: from its second time on; the last token, for its logits."""
+    simulation = SharingSimulation(num_pages=1000)
+    for time in range(3):
+        client = simulation.submit(agent(6, 10, reposition=True))
+        while simulation.live:
+            simulation.step()
+        if time:
+            assert simulation.computed[client.job.job_id] <= 1
+    simulation.drain()
+
+
+def test_tenants_share_nothing() -> None:
+    simulation = SharingSimulation(num_pages=100)
+    for salt in ("a", "b"):
+        client = simulation.submit((Append((1, 2, 3, 4)),), salt=salt)
+        while simulation.live:
+            simulation.step()
+        assert simulation.computed[client.job.job_id] == 4
+    simulation.drain()
+
+
+def test_dropped_pages_are_evicted_first() -> None:
+    """C5: what its last user dropped goes before what is merely old."""
+    simulation = SharingSimulation(num_pages=100)
+    simulation.submit((Append((1, 2, 3, 4)),))
+    while simulation.live:
+        simulation.step()
+    simulation.submit((Append((1, 2, 3, 4)), Drop(frozenset({1, 2})), Append((5,))))
+    while simulation.live:
+        simulation.step()
+    assert simulation.cache.evict(2) == 2
+    timeline = Timeline((Append((1, 2, 3, 4)),))
+    match = simulation.cache.match(timeline, "")
+    assert (match.pages >= 0).tolist() == [True, False, False, True] and match.known == 4
+    simulation.cache.release(match, timeline)
+    simulation.drain()
+
+
+def test_memory_of_paths_is_bounded() -> None:
+    """C5: tombstones included."""
+    simulation = SharingSimulation(num_pages=60)
+    simulation.cache = RadixCache(simulation.pool, max_tokens=100)
+    simulation.scheduler.cache = simulation.cache
+    for start in range(40):
+        simulation.submit((Append((start, *range(20))),))
+        while simulation.live:
+            simulation.step()
+        assert simulation.cache.remembered <= 100
+    simulation.drain()
+
+
+def test_naive_is_the_same_but_for_what_is_computed() -> None:
+    """A4: the double and the tree plan the same reads; see `test_scheduler.py` for the double alone."""
+    assert {name for name in dir(NaiveCache) if not name.startswith("_")} <= set(dir(RadixCache))
