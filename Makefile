@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Flags of the server: make serve ARGS="--port 9000"
 ARGS ?=
-# One process runs the tests: BLAS threads would only fight over the cores with XLA's.
+# A process a core runs the tests: BLAS threads would only fight over the cores with XLA's.
 TEST_ENV = OPENBLAS_NUM_THREADS=1 JAX_PLATFORMS=cpu
 RUN = $(VENV)/bin/python -m
 
@@ -14,11 +14,11 @@ serve: $(VENV)/.serve
 	$(RUN) akv_jax.serve $(ARGS)
 
 test: $(VENV)/.test
-	$(TEST_ENV) $(RUN) pytest
+	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # The same properties over thousands of examples, and what takes minutes: an hour or two.
 test-long: $(VENV)/.test
-	AKV_JAX_LONG=1 $(TEST_ENV) $(RUN) pytest -m "long or not long"
+	AKV_JAX_LONG=1 $(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "long or not long"
 
 # torch and transformers, for the tests that compare with them (they skip where these are absent).
 oracle: $(VENV)/.test

@@ -95,6 +95,13 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--max-running-requests", type=_positive, default=16, metavar="N", help="batch size (%(default)s)")
     add("--max-queued-requests", type=_positive, default=256, metavar="N", help="queue size, then 503 (%(default)s)")
     add("--chunked-prefill-size", type=_positive, default=256, metavar="N", help="prompt tokens a step (%(default)s)")
+    add(
+        "--reposition",
+        choices=("on_read", "copy"),
+        default="on_read",
+        help="turn keys as read, or copies (%(default)s)",
+    )
+    add("--disable-radix-cache", action="store_true", help="keep no KV between requests")
     add("--max-body-size", type=_positive, metavar="BYTES", help="largest request body, then 413 (default: no limit)")
     add("--seed", type=int, metavar="N", help="seed of requests that send none (default: random)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
@@ -257,6 +264,8 @@ def engine_config(
         attention_backend=arguments.attention_backend,
         dtype=dtype,
         seed=arguments.seed,
+        reposition=arguments.reposition,
+        disable_radix_cache=arguments.disable_radix_cache,
     )
 
 
