@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from spec.operations import Operation
+
+if TYPE_CHECKING:
+    from akv_jax.runtime.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -37,6 +40,8 @@ class Sampling:
     #: Report the log-probability of every sampled token, and of this many most likely ones.
     logprobs: bool = False
     top_logprobs: int = 0
+    #: What the generated text must fit; the reply ends where nothing can follow. None leaves it free.
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_level=arguments.log_level,
     )
     try:
-        listener = socket.create_server((arguments.host, arguments.port), family=_family(arguments.host), backlog=2048)
+        listener = listen(arguments.host, arguments.port)
     except OSError as error:
         parser.error(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
     # Imports JAX, which takes a while: not before the command line has proved right.
@@ -137,6 +137,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     engine = AsyncEngine(lambda: load_engine(arguments, environment.cache_dir), WarmUpBar(console))
     return _serve(engine, settings, listener, console)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Its connections send at once: without TCP_NODELAY, which asyncio only sets on sockets that
+    it has made itself, answers and events of a stream may wait 40 ms for an acknowledgement."""
+    listener = socket.create_server((host, port), family=_family(host), backlog=2048)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _family(host: str) -> socket.AddressFamily:

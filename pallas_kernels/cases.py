@@ -112,7 +112,15 @@ def cases() -> dict[str, Case]:
         "interleaved": Case(_SMALL, style="interleaved", shifted=0.7),
         "partial_interleaved": Case(_SMALL, head_dim=96, rotary_dim=24, style="interleaved", shifted=0.7),
         "everything": Case(
-            _MIXED, num_heads=6, head_dim=96, rotary_dim=48, window=100, softcap=5.0, sinks=True, shifted=0.5
+            _MIXED,
+            num_heads=6,
+            head_dim=96,
+            rotary_dim=48,
+            style="interleaved",
+            window=100,
+            softcap=5.0,
+            sinks=True,
+            shifted=0.5,
         ),
         "bfloat16": Case(_MIXED, kind="bfloat16", shifted=0.3),
         "bits": Case(_MIXED, kind="bits", shifted=0.3),
@@ -131,7 +139,7 @@ def make(case: Case) -> Inputs:
     rows = rows_in_use(case) if case.rows is None else case.rows
     pages, positions, shifts = (_garbage(generator, _ENTRIES + LIST_PADDING) for _ in range(3))
     pages[:total] = 1 + generator.permutation(_PAGES - 1)[:total]
-    query_positions = np.zeros(rows, np.int32)
+    query_positions: Any = np.zeros(rows, np.int32)
     single, tiles = list[tuple[int, ...]](), list[tuple[int, ...]]()
     first = row = 0
     for segment in case.segments:

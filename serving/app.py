@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fastapi import Depends, FastAPI
 from structlog.typing import FilteringBoundLogger
 
-from serving import chat, sequence, system, tokens
+from serving import chat, completions, sequence, system, tokens
 from serving.errors import install_error_handlers
 from serving.logging import create_logger
 from serving.metrics import Metrics
@@ -29,7 +29,7 @@ def create_app(engine: AsyncEngine, settings: Settings, log: FilteringBoundLogge
     app.state.server = Server(settings, log or create_logger(settings.log_level), Metrics(), engine)
     install_error_handlers(app)
     app.include_router(system.public)
-    for router in (chat.router, sequence.router, tokens.router, system.router):
+    for router in (chat.router, completions.router, sequence.router, tokens.router, system.router):
         app.include_router(router, dependencies=[Depends(require_api_key)])
     return app
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Iterable
 from typing import Any
 
 import msgpack
@@ -10,8 +13,9 @@ from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from akv_jax.errors import invalid
+from akv_jax.errors import Reason, RequestError, invalid
 from serving.errors import ClientDisconnected
+from serving.schemas import CACHE_FIELDS
 
 #: Containers within containers. No client comes near it; a validator that recurses stays safe.
 MAX_DEPTH = 100
@@ -51,6 +55,9 @@ async def read_object(request: HttpRequest, limit: int | None) -> dict[str, Any]
     if not isinstance(value, dict):
         raise invalid(f"The body must be an object, got {type(value).__name__}.")
     _check_depth(value)
+    if not value.keys().isdisjoint(CACHE_FIELDS):
+        # The fast parsers keep the last of two values for one key and say nothing.
+        await asyncio.to_thread(_refuse_repeated_keys, raw, is_msgpack(request))
     return value
 
 
@@ -88,6 +95,54 @@ def _parse_msgpack(raw: bytes) -> Any:
 
 def _refuse_extension(code: int, data: bytes) -> Any:
     raise ValueError(f"extension type {code}")
+
+
+class _Object(dict[str, Any]):
+    """An object that knows one key that it was given twice."""
+
+    repeated: str | None = None
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[str, Any]]) -> _Object:
+        value = cls()
+        for key, inner in pairs:
+            if key in value:
+                value.repeated = key
+            value[key] = inner
+        return value
+
+
+def _refuse_repeated_keys(raw: bytes, packed: bool) -> None:
+    """A drop schedule of which a part would be lost is a 400: nothing of it is silently ignored (DESIGN A3).
+
+    The body has been found to be well-formed before.
+    """
+    if packed:
+        body = msgpack.unpackb(raw, raw=False, object_pairs_hook=_Object.of)
+    else:
+        body = json.loads(raw, object_pairs_hook=_Object.of, parse_int=float)
+    if body.repeated in CACHE_FIELDS:
+        raise _repeated(body.repeated)
+    level = [(name, body[name]) for name in CACHE_FIELDS if name in body]
+    while level:
+        for path, value in level:
+            if isinstance(value, _Object) and value.repeated is not None:
+                raise _repeated(f"{path}.{value.repeated[:40]}")
+        level = [
+            inner
+            for path, value in level
+            for inner in (
+                [(f"{path}.{key}", v) for key, v in value.items()]
+                if isinstance(value, dict)
+                else [(f"{path}[{i}]", v) for i, v in enumerate(value)]
+                if isinstance(value, list)
+                else []
+            )
+        ]
+
+
+def _repeated(param: str) -> RequestError:
+    return RequestError(Reason.INVALID_CACHE, "expected every key once, found it twice", param)
 
 
 def _check_depth(value: Any) -> None:

@@ -12,7 +12,7 @@ from structlog.typing import FilteringBoundLogger
 
 def create_logger(level: str, stream: TextIO | None = None) -> FilteringBoundLogger:
     """A logger of its own, on stderr by default: coloured on a terminal, plain `key=value` elsewhere."""
-    stream = sys.stderr if stream is None else stream
+    stream = stream or sys.stderr
     return structlog.wrap_logger(
         structlog.WriteLogger(stream), cache_logger_on_first_use=False, **_style(level, stream)
     )

@@ -26,7 +26,11 @@ from serving.errors import validation_error
 from spec.operations import Append, Drop, Operation, Reposition
 
 INT64_MAX = 2**63 - 1
-MAX_STOP_STRINGS = 64
+#: `cache` and the authors' own names for it; see `akv_jax.chat.cache_field`.
+CACHE_FIELDS = ("cache", "drop_message", "reposition", "drop_rule")
+MAX_STOP_STRINGS = 256
+#: Characters. Every one costs time with every character that comes out.
+MAX_STOP_LENGTH = 1024
 MAX_TOP_LOGPROBS = 20
 
 
@@ -81,7 +85,9 @@ class SamplingBody(Body):
     logit_bias: dict[TokenKey, Annotated[Number, Field(ge=-100, le=100)]] = {}
     seed: Annotated[Integer, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     stop: Annotated[
-        list[Annotated[Text, Field(min_length=1)]], BeforeValidator(_one_or_many), Field(max_length=MAX_STOP_STRINGS)
+        list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+        BeforeValidator(_one_or_many),
+        Field(max_length=MAX_STOP_STRINGS),
     ] = []
     stop_token_ids: list[TokenId] = []
     ignore_eos: Flag = False
@@ -120,8 +126,11 @@ class SamplingBody(Body):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=self.wants_logprobs(),
-            top_logprobs=self.top_logprobs or 0,
+            top_logprobs=self.alternatives(),
         )
+
+    def alternatives(self) -> int:
+        return self.top_logprobs or 0
 
     def token_limit(self) -> int | None:
         return self.max_tokens
@@ -137,7 +146,6 @@ class PromptBody(Body):
     tools: Any = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag = False
-    #: The last three are the authors' own names; see `akv_jax.chat.cache_field`.
     cache: Any = None
     drop_message: Any = None
     reposition: Any = None
@@ -145,16 +153,29 @@ class PromptBody(Body):
 
     def cache_fields(self) -> dict[str, Any]:
         """`cache` and its synonyms as they came."""
-        names = ("cache", "drop_message", "reposition", "drop_rule")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        return {name: value for name in CACHE_FIELDS if (value := getattr(self, name)) is not None}
 
 
 class StreamOptions(Body):
     include_usage: Flag = False
 
 
+class JsonSchema(Body):
+    name: Text = ""
+    definition: dict[str, Any] = Field(alias="schema")
+    #: Whether keywords that the grammar engine lacks are an error. Else they are left unchecked.
+    strict: Flag = False
+
+
 class ResponseFormat(Body):
-    type: Literal["text"] = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise invalid("this field is required with type json_schema", "response_format.json_schema")
+        return self
 
 
 class ChatBody(SamplingBody, PromptBody):
@@ -165,7 +186,8 @@ class ChatBody(SamplingBody, PromptBody):
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
     logprobs: Flag = False
-    tool_choice: Any = "auto"
+    tool_choice: Any = None
+    parallel_tool_calls: Flag = True
     response_format: ResponseFormat = ResponseFormat()
     return_token_ids: Flag = False
 
@@ -180,6 +202,44 @@ class ChatBody(SamplingBody, PromptBody):
 
     def wants_logprobs(self) -> bool:
         return self.logprobs
+
+
+class CompletionBody(SamplingBody):
+    """`POST /v1/completions` (DESIGN A8). `logprobs` is the number of alternatives, and so turns them on."""
+
+    prompt: Any = Field()
+    max_tokens: TokenCount | None = 16
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    stream: Flag = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: Flag = False
+    echo: Flag = False
+    suffix: Text = ""
+    best_of: Integer = 1
+    cache: Any = None
+    drop_message: Any = None
+    reposition: Any = None
+    drop_rule: Any = None
+
+    @model_validator(mode="after")
+    def _refuse_what_is_not_there(self) -> CompletionBody:
+        if self.echo:
+            raise invalid("the prompt is not echoed here: expected false or nothing", "echo")
+        if self.suffix:
+            raise invalid("text is continued, not filled in: expected no suffix", "suffix")
+        if self.best_of != 1:
+            raise invalid("one answer is all that is computed: expected 1 or nothing", "best_of")
+        for name in CACHE_FIELDS:
+            if getattr(self, name) is not None:
+                message = "a prompt has no messages to name: use /v1/chat/completions or /v1/sequence"
+                raise invalid(message, name)
+        return self
+
+    def alternatives(self) -> int:
+        return self.logprobs or 0
+
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
 
 
 class SequenceBody(SamplingBody):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from starlette.exceptions import HTTPException
 from structlog.typing import FilteringBoundLogger
 
 from akv_jax.chat.choose_template import ChatFormat, TemplateError, chat_format
-from akv_jax.errors import invalid
+from akv_jax.errors import Reason, RequestError, invalid
+from akv_jax.runtime.grammar import Vocabulary
 from serving.metrics import Metrics
 from serving.settings import Settings
 
@@ -46,6 +48,9 @@ class Server:
     started: int = field(default_factory=lambda: int(time.time()))
     #: Made at first use, when the model is there.
     _chat: ChatFormat | TemplateError | None = None
+    _vocabulary: Vocabulary | None = None
+    _longest: int | None = None
+    _making: threading.Lock = field(default_factory=threading.Lock)
 
     def require_engine(self) -> AsyncEngine:
         """The engine, or the 503 of a server that is not ready."""
@@ -73,6 +78,42 @@ class Server:
         if isinstance(self._chat, TemplateError):
             raise invalid(str(self._chat), "messages")
         return self._chat
+
+    def require_vocabulary(self) -> Vocabulary:
+        """What grammars are compiled for. Takes a second the first time: not for the event loop."""
+        with self._making:
+            if self._vocabulary is None:
+                model = self.require_engine().model
+                self._vocabulary = Vocabulary(model.tokenizer, model.config.vocab_size, model.eos_token_ids)
+        return self._vocabulary
+
+    def refuse_hopeless(self, texts: Iterable[str], param: str) -> None:
+        """Refuse a text that must take more positions than there are, before an hour goes into tokenising it.
+
+        No token is longer than the longest one of the vocabulary. Raises CONTEXT_LENGTH_EXCEEDED (DESIGN A7).
+        """
+        limit = self.require_engine().config.context_length
+        for text in texts:
+            # Short enough for any vocabulary, which is nearly every text there is.
+            if len(text) <= limit:
+                continue
+            least = len(text) // self._longest_token()
+            if least > limit:
+                raise RequestError(
+                    Reason.CONTEXT_LENGTH_EXCEEDED,
+                    f"This model's maximum context length is {limit} tokens. However, your request has {least} tokens "
+                    f"(or more, in one text of {len(text)} characters), which exceeds the context window "
+                    "(context_length_exceeded). Please reduce the length of the messages or completion.",
+                    param,
+                )
+
+    def _longest_token(self) -> int:
+        """Characters."""
+        if self._longest is None:
+            model = self.require_engine().model
+            sizes = (len(model.tokenizer.token_bytes(token)) for token in range(model.config.vocab_size))
+            self._longest = max(1, *sizes)
+        return self._longest
 
     @property
     def model_name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
@@ -10,10 +11,10 @@ from fastapi.responses import Response
 
 from akv_jax.errors import invalid
 from serving.bodies import read_object
-from serving.chat import prepare
+from serving.chat import prepare, read_prompt
 from serving.responses import answer
 from serving.schemas import DetokenizeBody, TokenizeBody, check_token_ids, validate
-from serving.state import server_of
+from serving.state import Server, server_of
 
 router = APIRouter(tags=["tokens"])
 
@@ -31,8 +32,12 @@ async def tokenize(http: HttpRequest) -> Response:
     if body.prompt is not None:
         tokens = await asyncio.to_thread(engine.model.tokenizer.encode, body.prompt)
     else:
-        tokens = (await asyncio.to_thread(prepare, server, body)).token_ids
+        tokens = await asyncio.to_thread(_tokenise_messages, server, body)
     return answer({"tokens": tokens, "count": len(tokens), "max_model_len": engine.config.context_length})
+
+
+def _tokenise_messages(server: Server, body: TokenizeBody) -> Sequence[int]:
+    return prepare(server, body, *read_prompt(server, body)).token_ids
 
 
 @router.post("/detokenize")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 
 from akv_jax.config import RepositionMode
@@ -122,7 +122,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEn
     """A warm engine of each case that this session tests, compiled one after another while others are tested."""
     items = [item for item in request.session.items if "engines" in getattr(item, "fixturenames", ())]
     wanted = dict.fromkeys((item.callspec.params["name"], item.callspec.params["mode"]) for item in items)
-    # Compiling is most of the cost: half of it is saved where LLVM is told not to optimise. Long runs do without that.
+    # Compiling is most of the cost, and a third less where LLVM is told not to optimise. Long runs do not save there.
     flag = "jax_disable_most_optimizations"
     before = jax.config.read(flag)
     jax.config.update(flag, not any(item.get_closest_marker("long") for item in items))
@@ -210,6 +210,7 @@ def conforms(tiny: TinyEngine, model: Model, examples: int) -> None:
     )
     @given(BATCHES)
     def batch_conforms(batch: Batch) -> None:
+        note(f"{model.config.name}, {tiny.settings.reposition}")
         results = [run(model, asked.history) for asked in batch.asked]
         engine = engine_of(tiny, batch, results)
         wholes = check_together(engine, model, batch, results)

@@ -33,6 +33,8 @@ class PreparedChat:
     #: Empty if the last message is continued.
     generation_span: Span
     report_active: bool
+    #: Tokens of the continued message's parts (reasoning, content, tool calls): how the reply has begun.
+    begun: tuple[int, ...] = ()
 
 
 def prepare_chat(
@@ -71,7 +73,14 @@ def prepare_chat(
         message_spans=tokenised.message_spans,
         generation_span=tokenised.generation_span,
         report_active=cache.report_active,
+        begun=_begun(tokenised) if continue_final_message else (),
     )
+
+
+def _begun(tokenised: TokenisedChat) -> tuple[int, ...]:
+    """The last message without its header."""
+    spans = sorted(chain.from_iterable(tokenised.part_spans[-1].values()))
+    return tuple(chain.from_iterable(tokenised.token_ids[start:end] for start, end in spans))
 
 
 def lower(tokenised: TokenisedChat, cache: CacheField, boundaries: int) -> tuple[Operation, ...]:

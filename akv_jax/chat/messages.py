@@ -58,6 +58,8 @@ class Tool:
 
     name: str
     declaration: str
+    #: JSON schema of the arguments; None where the client sent none, for a function without any.
+    parameters: Mapping[str, Any] | None = None
 
 
 def describe(value: object) -> str:
@@ -261,4 +263,8 @@ def _parse_tool(value: Any, path: str) -> Tool:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise invalid(f"expected the name of the tool, found {describe(name)}", f"{path}.function.name")
-    return Tool(name, _sound(dump_json(value, path), path))
+    parameters = function.get("parameters")
+    if not isinstance(parameters, Mapping | None):
+        found = describe(parameters)
+        raise invalid(f"expected a JSON schema (an object) or null, found {found}", f"{path}.function.parameters")
+    return Tool(name, _sound(dump_json(value, path), path), parameters)

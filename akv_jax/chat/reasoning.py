@@ -26,6 +26,11 @@ class ReasoningStream:
         self._state = "reasoning" if opened else "start"
         self._held = ""
 
+    @property
+    def held(self) -> str:
+        """Text that was taken and not yet returned."""
+        return self._held
+
     def push(self, text: str) -> Split:
         """Take more text; returns what is certain now."""
         return self._advance(self._held + text, final=False)

@@ -62,6 +62,8 @@ class ChatTemplate(Protocol):
     """What `lowering.py` needs of a template."""
 
     name: str
+    #: For text alone: it takes no tools, tool calls and reasoning.
+    plain: bool
 
     def pieces(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool, continue_final: bool
@@ -85,6 +87,8 @@ def render(
 
 class FamilyTemplate:
     """A template of ours, its parts rendered one macro each: linear in the conversation."""
+
+    plain = False
 
     def __init__(
         self,
@@ -159,6 +163,7 @@ class PlainTemplate:
     """
 
     name = "stock"
+    plain = True
 
     def __init__(self, source: str, end_tokens: EndTokens, *, bos_token: str = "", eos_token: str = "") -> None:
         """Raises jinja2.TemplateSyntaxError."""

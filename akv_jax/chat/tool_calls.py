@@ -35,6 +35,11 @@ class ToolCallStream:
         self._held = ""
         self._called = False
 
+    @property
+    def held(self) -> str:
+        """Text that was taken and not yet returned."""
+        return self._held
+
     def push(self, text: str) -> list[Event]:
         """Take more text; returns the content and the calls that are certain now, in order."""
         return [event for event in self._scan(self._held + text, final=False) if event]

@@ -10,13 +10,14 @@ import numpy as np
 from akv_jax.chat.detokenizer import TextStream
 from akv_jax.chat.tokenizer import Tokenizer
 from akv_jax.request import FinishReason, Sampling, TokenLogprob
+from akv_jax.runtime.grammar import GrammarState
 from akv_jax.runtime.runner import SamplingPlan, empty_sampling
 from akv_jax.runtime.sampling import Adjustment
 
 
 @dataclass(slots=True)
 class Generation:
-    """Tokens sampled so far and the rules for the next one.
+    """Tokens sampled so far and the rules for the next one. It outlives a retraction, and so does the grammar's state.
 
     seed: what `Sampling.seed` asks for or a fresh one. limit: most tokens to come out, already cut to what fits.
     """
@@ -27,33 +28,44 @@ class Generation:
     limit: int
     end_tokens: frozenset[int]
     stream: TextStream
+    grammar: GrammarState | None = None
     tokens: list[int] = field(default_factory=list)
 
     @property
     def adjusts(self) -> bool:
         """Whether the logits are changed before sampling."""
         s = self.sampling
-        return bool(s.logit_bias or s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1)
+        penalised = bool(s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1)
+        return penalised or bool(s.logit_bias) or self.grammar is not None
 
     def push(self, token: int) -> tuple[str, FinishReason | None]:
         """Take the sampled token; returns the text it makes safe to send, and why the request ends if it does."""
         self.tokens.append(token)
         if token in self.end_tokens:
-            return self.stream.finish(), "stop"
+            # A grammar that gave up allows nothing but the end: that is no end of the model's choice.
+            gave_up = self.grammar is not None and self.grammar.failed
+            return self.stream.finish(), "length" if gave_up else "stop"
         text = self.stream.push(token)
         if self.stream.stopped:
             return text, "stop"
-        if len(self.tokens) >= self.limit:
+        if self.grammar is not None:
+            self.grammar.push(token)
+            if self.grammar.complete:
+                return text + self.stream.finish(), "stop"
+        if len(self.tokens) >= self.limit or (self.grammar is not None and self.grammar.failed):
             return text + self.stream.finish(), "length"
         return text, None
 
     def bias(self, vocabulary: int) -> np.ndarray:
-        """Float32 [V]: logit_bias, and the presence and frequency penalties over what was generated (as OpenAI's)."""
+        """Float32 [V]: logit_bias, the presence and frequency penalties over what was generated (as OpenAI's), and
+        minus infinity where the grammar forbids."""
         out = np.zeros(vocabulary, np.float32)
         for token, value in self.sampling.logit_bias.items():
             out[token] += value
         ids, counts = np.unique(np.array(self.tokens, np.int64), return_counts=True)
         out[ids] -= self.sampling.presence_penalty + self.sampling.frequency_penalty * counts
+        if self.grammar is not None:
+            out[~self.grammar.allowed()] = -np.inf
         return out
 
     def seen(self, vocabulary: int) -> np.ndarray:
@@ -70,7 +82,9 @@ def new_generation(
     """`room`: how many more tokens the positions allow (DESIGN A7)."""
     limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(eos))
-    return Generation(sampling, prompt, seed, limit, ends, TextStream(tokenizer, sampling.stop, skip_special=True))
+    stream = TextStream(tokenizer, sampling.stop, skip_special=True)
+    state = None if sampling.grammar is None else sampling.grammar.start()
+    return Generation(sampling, prompt, seed, limit, ends, stream, state)
 
 
 def sampling_plan(rows: list[Generation | None], vocabulary: int) -> SamplingPlan:

@@ -16,7 +16,7 @@ from pallas_kernels.segment_attention.api import BACKENDS, SegmentBatch, backend
 from pallas_kernels.segment_attention.reference import attend
 
 CASES = cases()
-#: Those of `make test`: eight executables between them.
+#: Those of `make test`: seven executables between them.
 QUICK = {
     *(
         "long_shifts",
@@ -31,7 +31,7 @@ QUICK = {
         "all_shifted",
     ),
     *("window", "window_and_gaps", "window_and_shifts"),
-    *("everything", "one_kv_head", "partial_interleaved", "no_shifts_promised", "bits_of_smollm2"),
+    *("everything", "one_kv_head", "no_shifts_promised", "bits_of_smollm2"),
 }
 
 
@@ -214,7 +214,7 @@ def test_lists_may_share_pages() -> None:
 
 def test_the_reference_backend_is_the_oracle() -> None:
     """R4: by name, under jit, as a model calls it."""
-    np.testing.assert_allclose(run("everything", "reference"), expected("everything"), atol=1e-6)
+    np.testing.assert_allclose(run("window_1", "reference"), expected("window_1"), atol=1e-6)
 
 
 def test_names() -> None:

@@ -114,7 +114,7 @@ HOSTILE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_cost_little(vocabulary: Vocabulary, model: LoadedModel, name: str) -> None:
-    """Refused, or followed for a while within bounds; in another thread than they were compiled in, as in the engine."""
+    """Refused, or followed for a while within bounds, in another thread than compiled them, as in the engine."""
     try:
         state = vocabulary.json_schema(HOSTILE[name]).start()
     except GrammarError:

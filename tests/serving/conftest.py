@@ -60,3 +60,22 @@ def tiny(model: LoadedModel) -> Iterator[Running]:
     with running(engine, served_model_name="tiny-served") as server:
         engine.wait_ready()
         yield server
+
+
+@pytest.fixture(scope="session")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """As `tiny`, with room for tools and for real clients' prompts, and a model that soon ends its replies."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("serving") / "roomy", soon_ends=True)
+    config = EngineConfig(
+        context_length=6144,
+        num_pages=16384,
+        max_running_requests=8,
+        chunked_prefill_size=128,
+        max_list_entries=1 << 16,
+        token_buckets=(128,),
+    )
+    engine = AsyncEngine(lambda: Engine(load_model(folder, "float32", folder, progress=False), config))
+    engine.start()
+    with running(engine, served_model_name="roomy-served") as server:
+        engine.wait_ready()
+        yield server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import socket
 import threading
@@ -17,11 +18,12 @@ import openai
 import uvicorn
 
 from akv_jax.models.llama import config_from_hf
+from akv_jax.serve import listen
 from serving.app import create_app
 from serving.logging import create_logger
 from serving.settings import Settings
 from serving.state import Server
-from tests.models.checkpoints import HF_CONFIG, hf_tensors, random_params, write_hf
+from tests.models.checkpoints import CONTROL, HF_CONFIG, hf_tensors, random_params, write_hf
 
 
 @dataclass
@@ -48,7 +50,7 @@ def running(engine: Any, **settings: Any) -> Iterator[Running]:
     """Serve `engine` on a free port. Does not start the engine; stops it at the end, as the app does."""
     log = io.StringIO()
     app = create_app(engine, Settings(**settings), create_logger("debug", log))
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -81,7 +83,20 @@ def send(server: Running, body: bytes, length: int | None = None) -> socket.sock
     return connection
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """A Hugging Face directory: two layers of random weights, a token a byte, ChatML."""
+def write_tiny_model(folder: Path, soon_ends: bool = False) -> Path:
+    """A Hugging Face directory: two layers of random weights, a token a byte, ChatML.
+
+    `soon_ends`: the end token is likely now and then, whatever came before.
+    """
     config = config_from_hf(HF_CONFIG)
-    return write_hf(folder, HF_CONFIG, hf_tensors(config, random_params(config)))
+    tensors = hf_tensors(config, random_params(config))
+    if soon_ends:
+        tensors["lm_head.weight"][CONTROL.index("<|im_end|>")] *= 2
+    return write_hf(folder, HF_CONFIG, tensors)
+
+
+def check_pages(server: Running) -> None:
+    """C7, and that nobody holds a page any more."""
+    eventually(lambda: "akv:num_requests_running 0.0" in server.http.get("/metrics").text)
+    asyncio.run(server.state.engine.check())
+    assert 'akv:pages{state="private"} 0.0' in server.http.get("/metrics").text

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from akv_jax.models.load import LoadedModel
-from akv_jax.serve import FlagError, argument_parser, engine_config, main, page_bytes
+from akv_jax.serve import FlagError, argument_parser, engine_config, listen, main, page_bytes
 from tests.serving.running import eventually
 
 
@@ -51,6 +51,13 @@ def test_a_port_in_use_is_noticed_before_anything_is_loaded(tmp_path: Path, caps
         main(["--model", str(tmp_path), "--port", str(taken.getsockname()[1])])
     assert caught.value.code == 2
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_answers_are_sent_at_once() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_flags_and_memory_make_the_engine_configuration(model: LoadedModel) -> None:
