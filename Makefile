@@ -18,7 +18,7 @@ test: $(VENV)/.test
 
 # The same properties over thousands of examples, and what takes minutes: an hour or two.
 test-long: $(VENV)/.test
-	AKV_JAX_LONG=1 $(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "long or not long"
+	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "long or not long"
 
 # torch and transformers, for the tests that compare with them (they skip where these are absent).
 oracle: $(VENV)/.test
