@@ -46,6 +46,8 @@ class EngineSide:
             context_length=model.config.max_positions,
             num_pages=24_000,
             chunked_prefill_size=chunk,
+            # Every run is to be computed.
+            disable_radix_cache=True,
             dtype=dtype,  # pyright: ignore[reportArgumentType]
         )
         self.engine = Engine(model, config)

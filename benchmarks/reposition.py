@@ -87,6 +87,8 @@ def engine_for(model: LoadedModel, mode: str, arguments: argparse.Namespace, dty
         chunked_prefill_size=arguments.chunk,
         reposition=mode,  # pyright: ignore[reportArgumentType]
         dtype=dtype,  # pyright: ignore[reportArgumentType]
+        # Every run is to be computed.
+        disable_radix_cache=True,
         token_buckets=(1 if dtype == "float32" else 4, arguments.chunk),
     )
     engine = Engine(model, config)
