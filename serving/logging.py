@@ -12,10 +12,8 @@ from structlog.typing import FilteringBoundLogger
 
 def create_logger(level: str, stream: TextIO | None = None) -> FilteringBoundLogger:
     """A logger of its own, on stderr by default: coloured on a terminal, plain `key=value` elsewhere."""
-    stream = stream or sys.stderr
-    return structlog.wrap_logger(
-        structlog.WriteLogger(stream), cache_logger_on_first_use=False, **_style(level, stream)
-    )
+    out: TextIO = stream or sys.stderr
+    return structlog.wrap_logger(structlog.WriteLogger(out), cache_logger_on_first_use=False, **_style(level, out))
 
 
 def configure_process(level: str) -> None:

@@ -120,7 +120,7 @@ BATCHES = st.builds(
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEngine]]]:
     """A warm engine of each case that this session tests, compiled one after another while others are tested."""
-    items = [item for item in request.session.items if "engines" in getattr(item, "fixturenames", ())]
+    items = [i for i in request.session.items if isinstance(i, pytest.Function) and "engines" in i.fixturenames]
     wanted = dict.fromkeys((item.callspec.params["name"], item.callspec.params["mode"]) for item in items)
     # Compiling is most of the cost, and a third less where LLVM is told not to optimise. Long runs do not save there.
     flag = "jax_disable_most_optimizations"

@@ -156,7 +156,7 @@ def test_ill_formed_is_refused_with_its_path(name: str) -> None:
 
 def test_tools() -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "d<é>", "parameters": {}}, "strict": False}
-    assert parse_tools([tool]) == (Tool("f", json.dumps(tool, ensure_ascii=False)),)
+    assert parse_tools([tool]) == (Tool("f", json.dumps(tool, ensure_ascii=False), {}),)
     assert parse_tools(None) == parse_tools([]) == ()
 
 

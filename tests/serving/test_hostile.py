@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -263,3 +264,23 @@ def test_hanging_up_at_any_moment(sound: Running, stream: bool, constrained: boo
 def test_every_name_of_the_field_is_checked_first() -> None:
     """The names that are told first are those that the chat body has."""
     assert set(CACHE_FIELDS) <= set(ChatBody.model_fields)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {b"messages": HELLO},
+        {"messages": [{b"role": "user"}]},
+        {"messages": HELLO, "cache": {b"drop": {}}},
+        {"messages": HELLO, "cache": {"drop": {b"0": [0]}}},
+        {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": b"\xff"}}}]},
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": b"\xff"}}}},
+        {"messages": HELLO, "logit_bias": {b"1": 1}},
+        {"messages": HELLO, b"\xff": 1, "temperature": float("nan")},
+    ],
+)
+def test_bytes_where_msgpack_has_them(sound: Running, body: Any) -> None:
+    """Any route takes msgpack, which can say more than JSON."""
+    headers = {"Content-Type": "application/msgpack"}
+    response = sound.http.post(CHAT, content=msgpack.packb(body), headers=headers)
+    refused(response)

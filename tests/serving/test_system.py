@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.logging import create_logger
 from tests.serving.running import Running, eventually, send
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -108,3 +110,13 @@ def test_many_at_once_each_get_their_own_answer(tiny: Running) -> None:
 
     with ThreadPoolExecutor(len(ids)) as pool:
         assert list(pool.map(ask, ids)) == [letter * 6 for letter in letters]
+
+
+@pytest.mark.parametrize("level, kinds", [("debug", 3), ("info", 2), ("warning", 1), ("error", 0)])
+def test_log_levels(level: str, kinds: int) -> None:
+    stream = io.StringIO()
+    log = create_logger(level, stream)
+    log.debug("one")
+    log.info("two")
+    log.warning("three")
+    assert stream.getvalue().count("\n") == kinds
