@@ -98,7 +98,9 @@ def engine_for(model: LoadedModel, mode: str, arguments: argparse.Namespace, dty
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reposition", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.reposition", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--tool", type=int, default=250, help="tokens of one tool output")
     parser.add_argument("--keep", type=int, default=6, help="tool outputs kept")

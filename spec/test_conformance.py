@@ -121,7 +121,9 @@ BATCHES = st.builds(
 def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEngine]]]:
     """A warm engine of each case that this session tests, compiled one after another while others are tested."""
     items = [i for i in request.session.items if isinstance(i, pytest.Function) and "engines" in i.fixturenames]
-    wanted = dict.fromkeys((item.callspec.params["name"], item.callspec.params["mode"]) for item in items)
+    wanted: dict[Case, None] = dict.fromkeys(
+        (item.callspec.params["name"], item.callspec.params["mode"]) for item in items
+    )
     # Compiling is most of the cost, and a third less where LLVM is told not to optimise. Long runs do not save there.
     flag = "jax_disable_most_optimizations"
     before = jax.config.read(flag)

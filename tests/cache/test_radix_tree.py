@@ -1,4 +1,4 @@
-"""The radix tree under the scheduler on a symbolic device: shared exactly by meaning, evicted, restored (C1-C7, A4, A6).
+"""The radix tree under the scheduler on a symbolic device: shared by meaning, evicted, restored (C1-C7, A4, A6).
 
 A page's content is named by the canonical history up to its token's append, so a page that is reused where the history
 differs in anything at all is refused by the device.
