@@ -112,6 +112,8 @@ class AsyncEngine:
         """Outputs of one request as they come; closing the iterator aborts it. RequestError if it is refused."""
         if self._draining:
             raise RequestError(Reason.SHUTTING_DOWN, "the server is shutting down")
+        if request.request_id in self._subscribers:
+            raise ValueError(f"request id {request.request_id!r} is in use")
         subscriber = _Subscriber()
         self._subscribers[request.request_id] = subscriber
         try:

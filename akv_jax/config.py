@@ -119,5 +119,5 @@ class EngineConfig:
     reposition: RepositionMode = "on_read"
     #: Keep no K and V between requests.
     disable_radix_cache: bool = False
-    #: Numbers of query rows that get an executable; empty chooses powers of two.
+    #: Numbers of query rows that get an executable; empty leaves it to `runner.token_buckets`.
     token_buckets: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ from akv_jax.errors import Reason, RequestError, invalid
 from akv_jax.models.load import LoadedModel
 from akv_jax.planning.plan import StepPlan
 from akv_jax.planning.planner import assemble
-from akv_jax.planning.usage import classify
+from akv_jax.planning.usage import classify, num_segments
 from akv_jax.planning.visibility import Timeline
 from akv_jax.request import Output, Request, Usage
 from akv_jax.runtime.generation import Generation, new_generation, sampling_plan, token_logprob
@@ -77,7 +77,9 @@ class Engine:
         self.runner = Runner(model.config, model.params, config) if runner is None else runner
         self.executor: Executor = self.runner
         self.pool = PagePool(config.num_pages)
-        self.cache: KVCache = cache or (NaiveCache() if config.disable_radix_cache else RadixCache(self.pool))
+        if cache is None:
+            cache = NaiveCache() if config.disable_radix_cache else RadixCache(self.pool)
+        self.cache = cache
         self.scheduler = Scheduler(
             config,
             self.pool,
@@ -94,7 +96,6 @@ class Engine:
     def warm_up(self, progress: Progress = lambda *_: None) -> None:
         """Compile everything; nothing compiles afterwards (DESIGN R3)."""
         self.runner.warm_up(progress)
-        self._compiled = self.runner.compilations.total
 
     def submit(self, request: Request) -> None:
         """Accept a request. RequestError if it can never run, or not now."""
@@ -147,6 +148,7 @@ class Engine:
         """C7: every page is exactly one of free, cached, private or scratch. PageError if not."""
         private = [job.sequence.private_pages() for job in self.scheduler.running if job.sequence is not None]
         self.pool.check(private, self.cache.cached_pages())
+        self.cache.check()
 
     def stats(self) -> EngineStats:
         """A snapshot."""
@@ -279,18 +281,20 @@ def _usage(job: Job, window: int | None) -> Usage:
     """DESIGN A6, at the first output token."""
     sequence, timeline = job.sequence, job.timeline
     assert sequence is not None
-    kinds = classify(timeline, sequence.compute, window)
+    # Retracted attempts count: what they computed were queries of this request too.
+    computed = np.union1d(job.queried, sequence.compute)
+    kinds = classify(timeline, computed, window)
     return Usage(
         prompt_tokens=timeline.count,
         computed_tokens=kinds.computed,
         drop_skipped_tokens=kinds.drop_skipped,
         repos_tokens=kinds.repos,
         cached_tokens=kinds.cached,
-        restored_tokens=sequence.restored,
+        restored_tokens=job.restored or 0,
         active_tokens=timeline.active,
         next_position=timeline.next_position,
-        segments=sequence.segments,
-        forwards=sequence.forwards,
+        segments=num_segments(timeline, computed),
+        forwards=job.forwards + sequence.forwards,
     )
 
 

@@ -34,6 +34,11 @@ class Job:
     #: Most pages it needs at one moment before its next token.
     peak: int
     sequence: Sequence | None = None
+    #: Before its first token, in earlier attempts that were retracted: what was computed, and in how many steps.
+    queried: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    forwards: int = 0
+    #: Tokens that its first attempt had to restore; None before that.
+    restored: int | None = None
     #: At least one token was sampled.
     decoding: bool = False
     last_served: int = -1
@@ -120,6 +125,9 @@ class Scheduler:
         self.running.remove(job)
         sequence, job.sequence = job.sequence, None
         assert sequence is not None
+        if not job.decoding:
+            job.queried = np.union1d(job.queried, sequence.compute[: sequence.cursor])
+            job.forwards += sequence.forwards
         births, private = sequence.birth_pages(), sequence.private_pages()
         self.pool.free(np.setdiff1d(private, births[births >= 0], assume_unique=True))
         self._offer(job, births)
@@ -151,16 +159,20 @@ class Scheduler:
             promised = sum(max(0, other.peak - other.held) for other in self.running if not other.decoding)
             if self.running and job.peak > self.pool.num_free + self.cache.evictable() - promised:
                 return
-            self.waiting.pop(0)
-            match = self.cache.match(job.timeline, job.salt)
-            logits_at = () if job.decoding else job.logits_at
-            job.sequence = Sequence(
-                job.timeline, match, window=self.window, mode=self.config.reposition, logits_at=logits_at
-            )
-            self._release(job, job.sequence.let_go())
-            # It takes its turn after those that have waited as long.
-            job.last_served = self._steps - 1
-            self.running.append(job)
+            self._start(self.waiting.pop(0))
+
+    def _start(self, job: Job) -> None:
+        """Put a job into the batch with what the cache has of its history."""
+        match = self.cache.match(job.timeline, job.salt)
+        logits_at = () if job.decoding else job.logits_at
+        job.sequence = Sequence(
+            job.timeline, match, window=self.window, mode=self.config.reposition, logits_at=logits_at
+        )
+        job.restored = job.sequence.restored if job.restored is None else job.restored
+        self._release(job, job.sequence.let_go())
+        # It takes its turn after those that have waited as long.
+        job.last_served = self._steps - 1
+        self.running.append(job)
 
     def _retract(self, job: Job) -> None:
         """Take a running job's pages; it waits again in its old place."""
@@ -204,7 +216,10 @@ class Scheduler:
     def _place(self, schedule: Schedule, job: Job, size: int) -> int:
         """Add up to `size` queries of `job` to the step; returns how many. Older jobs are never disturbed for it."""
         while job.sequence is not None:
-            self.cache.evict(job.sequence.next_chunk(size).pages_needed - self.pool.num_free)
+            short = job.sequence.next_chunk(size).pages_needed - self.pool.num_free
+            if short > 0:
+                # A few more than needed: choosing costs more than freeing.
+                self.cache.evict(max(short, self.pool.num_pages // 64))
             room = self._room(schedule)
             chunk = _fitting(job.sequence, size, room)
             if chunk is not None:
@@ -217,12 +232,28 @@ class Scheduler:
                 return 0
             newest = max(self.running, key=lambda j: j.arrival)
             if newest is job:
-                if len(self.running) == 1:
-                    schedule.exhausted.append(job)
+                if len(self.running) > 1:
+                    return 0
+                if self._start_over(job):
+                    continue
+                schedule.exhausted.append(job)
                 return 0
             schedule.remove(newest)
             self._retract(newest)
         return 0
+
+    def _start_over(self, job: Job) -> bool:
+        """Compute a request from nothing, which fits by `peak`, if what it leases stands in its way.
+
+        What only later queries read is leased from the start, and may fill the room that holes before it need.
+        """
+        assert job.sequence is not None
+        if job.sequence.computes_last_epoch or not (job.sequence.match.pages >= 0).any():
+            return False
+        self._stop(job)
+        self.cache.flush()
+        self._start(job)
+        return True
 
     def _room(self, schedule: Schedule) -> _Room:
         # Every other running job may need a logit row of its own in this step.

@@ -41,7 +41,7 @@ class KVCache(Protocol):
         ...
 
     def keep(self, timeline: Timeline, salt: str, pages: np.ndarray) -> np.ndarray:
-        """Offer a finished request's private birth pages, int32 [T] by logical index (-1: none).
+        """Offer private birth pages that their request gives up, int32 [T] by logical index (-1: none).
 
         Returns those pages that the cache does not take over; the caller frees them.
         """
@@ -65,4 +65,8 @@ class KVCache(Protocol):
 
     def leased(self) -> int:
         """How many of the cached pages are leased."""
+        ...
+
+    def check(self) -> None:
+        """PageError if the cache's own books are wrong."""
         ...

@@ -46,3 +46,6 @@ class NaiveCache:
 
     def leased(self) -> int:
         return 0
+
+    def check(self) -> None:
+        pass

@@ -7,6 +7,9 @@ from enum import IntEnum
 
 import numpy as np
 
+#: The page that padding writes to (DESIGN C7). Kernels may read it in place of what is not there: it stays finite.
+SCRATCH_PAGE = 0
+
 
 class PageState(IntEnum):
     """Exactly one holds of every page at any time."""
@@ -36,7 +39,7 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._state = np.full(num_pages + 1, PageState.FREE, np.uint8)
-        self._state[0] = PageState.SCRATCH
+        self._state[SCRATCH_PAGE] = PageState.SCRATCH
         # A stack: the lowest page comes out first, so a small load stays in few memory pages.
         self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
         self.num_free = num_pages
@@ -61,7 +64,7 @@ class PagePool:
         self._stack[self.num_free : self.num_free + len(pages)] = pages
         self.num_free += len(pages)
 
-    def cache(self, pages: np.ndarray) -> None:
+    def to_cached(self, pages: np.ndarray) -> None:
         """Private pages become a version's. PageError if one of them is not private."""
         if (self._state[pages] != PageState.PRIVATE).any():
             raise PageError("only a private page can be given to the cache")

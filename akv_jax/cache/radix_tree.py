@@ -1,4 +1,4 @@
-"""One radix tree whose path is the canonical history (DESIGN C1-C5): shared, evicted and restored by meaning.
+"""One radix tree whose path is the canonical history (DESIGN C1, C4, C5): shared and evicted by meaning.
 
 A path from a tenant's root is a history: runs of tokens, drops of the indices they newly deactivate, repositions. Two
 requests share exactly their longest common history. A run owns the birth version of its tokens' K and V, page by page;
@@ -11,6 +11,7 @@ nothing but slices.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class RadixCache:
             refused.append(offered[(offered >= 0) & (node.pages >= 0)])
             new = offered[taken]
             node.pages[taken] = new
-            self._pool.cache(new)
+            self._pool.to_cached(new)
             self._owner[new], self._offset[new], self._index[new] = node.number, taken, start + taken
             self._used[new] = now
             self._dropped[new] = timeline.dropped[start + taken] < timeline.num_epochs
@@ -117,9 +118,9 @@ class RadixCache:
         return int(((self._owner >= 0) & (self._references == 0)).sum())
 
     def evict(self, count: int) -> int:
-        idle = np.flatnonzero((self._owner >= 0) & (self._references == 0))
-        if count <= 0 or not len(idle):
+        if count <= 0:
             return 0
+        idle = np.flatnonzero((self._owner >= 0) & (self._references == 0))
         # Dropped by their last user first, then the least recently used; of one path its end first.
         order = np.lexsort((-self._index[idle], self._used[idle], ~self._dropped[idle]))
         chosen = idle[order[:count]]
@@ -185,7 +186,7 @@ class RadixCache:
         """
         if salt not in self._roots:
             nothing = np.zeros(0, np.int32)
-            self._roots[salt] = self._add(None, b"root " + salt.encode(), nothing, nothing, now)
+            self._roots[salt] = self._add(None, b"", nothing, nothing, now)
         node, runs, rests = self._roots[salt], [], []
         for edge, start, stop in _steps(timeline):
             if start >= end:
@@ -231,10 +232,12 @@ class RadixCache:
 
     def _remove(self, pages: np.ndarray) -> None:
         """Free cached pages that nobody leases, and the paths on which nothing is left."""
-        for number in np.unique(self._owner[pages]).tolist():
-            node = self._nodes[number]
-            node.pages[self._offset[pages[self._owner[pages] == number]]] = -1
-            self._prune(node)
+        pages = pages[np.argsort(self._owner[pages], kind="stable")]
+        for group in np.split(pages, np.flatnonzero(np.diff(self._owner[pages])) + 1):
+            if len(group):
+                node = self._nodes[int(self._owner[group[0]])]
+                node.pages[self._offset[group]] = -1
+                self._prune(node)
         self._owner[pages] = -1
         self._pool.free(pages)
 
@@ -254,11 +257,19 @@ class RadixCache:
         """Keep the remembered tokens within bounds: the ends of the oldest paths go first (C5)."""
         if self._tokens <= self._max_tokens:
             return
-        leaves = sorted((n for n in self._nodes.values() if not n.children), key=lambda n: n.last_used)
-        for leaf in leaves:
-            pages = leaf.pages[leaf.pages >= 0]
-            if self._tokens > self._max_tokens and not self._references[pages].any():
-                self._remove(pages) if len(pages) else self._prune(leaf)
+        leaves = [(node.last_used, node.number) for node in self._nodes.values() if not node.children]
+        heapq.heapify(leaves)
+        while leaves and self._tokens > self._max_tokens:
+            leaf = self._nodes[heapq.heappop(leaves)[1]]
+            pages, parent = leaf.pages[leaf.pages >= 0], leaf.parent
+            if self._references[pages].any():
+                continue
+            self._remove(pages)
+            # Whatever was empty above the leaf has gone with it.
+            while parent is not None and parent.number not in self._nodes:
+                parent = parent.parent
+            if parent is not None and not parent.children and parent.number in self._nodes:
+                heapq.heappush(leaves, (parent.last_used, parent.number))
 
 
 def _steps(timeline: Timeline) -> Iterator[tuple[_Edge | None, int, int]]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from akv_jax.cache.base import MatchResult
+from akv_jax.cache.pages import SCRATCH_PAGE
 from akv_jax.config import RepositionMode
 from akv_jax.planning.plan import Moves
 from akv_jax.planning.restore import compute_set
 from akv_jax.planning.visibility import NEVER, Timeline, View
-from akv_jax.runtime.batch import SCRATCH_PAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,6 @@ class Sequence:
         self.restored = int(((self.compute < match.known) & (match.pages[self.compute] < 0)).sum())
         self.cursor = 0
         self.forwards = 0
-        self.segments = len(np.unique(np.searchsorted(timeline.starts, self.compute, side="right")))
         self._page_of, self._encoded = match.pages.copy(), match.encoded.copy()
         self._private = np.zeros(timeline.count, bool)
         self._computed = np.zeros(timeline.count, bool)
@@ -127,6 +126,11 @@ class Sequence:
     def remaining(self) -> int:
         """Queries still to run before the next token can be sampled."""
         return len(self.compute) - self.cursor
+
+    @property
+    def computes_last_epoch(self) -> bool:
+        """Whether the next query is after the last operation."""
+        return int(self.compute[self.cursor]) >= self.timeline.starts[-1]
 
     def append(self, token: int) -> None:
         """A sampled token becomes the next query."""

@@ -18,6 +18,11 @@ class TokenKinds(NamedTuple):
     cached: int
 
 
+def num_segments(timeline: Timeline, computed: np.ndarray) -> int:
+    """How many views the queries of these logical indices have (DESIGN R1)."""
+    return len(np.unique(np.searchsorted(timeline.starts, computed, side="right")))
+
+
 def classify(timeline: Timeline, computed: np.ndarray, window: int | None) -> TokenKinds:
     """Each token counts under the first that applies: computed, dropped and never read, read with a shift, the rest.
 

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import Array
 
+from akv_jax.cache.pages import SCRATCH_PAGE
 from akv_jax.planning.plan import Segment, StepPlan
 from pallas_kernels.segment_attention.api import LIST_PADDING, Lists, SegmentBatch
 
-#: The page that padding writes to (DESIGN C7).
-SCRATCH_PAGE = 0
 #: Moves are made this many at a time; the arrays have room for a last incomplete block.
 MOVE_BLOCK = 256
 #: Segments of at most this many queries run as single rows: cheaper than a mostly empty tile.

@@ -271,6 +271,37 @@ def test_memory_of_paths_is_bounded() -> None:
     simulation.drain()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_leases_of_later_entries_do_not_stand_in_the_way_of_holes(mode: RepositionMode) -> None:
+    """A4, A7: a request that fits when nothing is resident fits when anything is."""
+    numbers = tuple(range(10))
+    simulation = SharingSimulation(num_pages=12, reposition=mode)
+    first = (Append(numbers), Drop(frozenset(range(5))), Append((20, 21, 22, 23, 24)), Drop(frozenset(range(5, 10))))
+    for history in (
+        (*first, Append((30,))),
+        (Append((40, 41, 42, 43, 44, 45)),),
+        (Append(numbers), Drop(frozenset(range(5))), Append((20, 21, 22, 23, 24)), Append((31, 32))),
+    ):
+        client = simulation.submit(history)
+        while simulation.live:
+            simulation.step()
+        assert client.end == "finished"
+    simulation.drain()
+
+
+def test_memory_of_conversations_is_bounded() -> None:
+    """C5: paths of many runs, operations between them."""
+    simulation = SharingSimulation(num_pages=400)
+    simulation.cache = RadixCache(simulation.pool, max_tokens=300)
+    simulation.scheduler.cache = simulation.cache
+    for talk in range(8):
+        simulation.submit((Append((talk,)), *agent(8, 15, reposition=True)))
+        while simulation.live:
+            simulation.step()
+        assert simulation.cache.remembered <= 300
+    simulation.drain()
+
+
 def test_naive_is_the_same_but_for_what_is_computed() -> None:
     """A4: the double and the tree plan the same reads; see `test_scheduler.py` for the double alone."""
     assert {name for name in dir(NaiveCache) if not name.startswith("_")} <= set(dir(RadixCache))

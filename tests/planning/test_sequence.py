@@ -13,6 +13,7 @@ from akv_jax.config import RepositionMode
 from akv_jax.planning.planner import assemble
 from akv_jax.planning.restore import compute_set
 from akv_jax.planning.sequence import Chunk, Sequence, peak_pages
+from akv_jax.planning.usage import num_segments
 from akv_jax.planning.visibility import Timeline
 from spec.operations import Append, Drop, History, Reposition
 from spec.state import append, run
@@ -135,7 +136,9 @@ def test_one_forward_however_many_boundaries(mode: RepositionMode) -> None:
         player.step(10_000)
         assert player.sequence.remaining == 0 and player.sequence.forwards == 1
         needed = closure(history, ())
-        assert player.sequence.segments == sum(bool(needed & {*s.queries}) for s in run(None, history).segments)
+        assert num_segments(player.sequence.timeline, player.sequence.compute) == sum(
+            bool(needed & {*s.queries}) for s in run(None, history).segments
+        )
 
 
 def held_by_definition(history: History, mode: RepositionMode, windows: tuple[int | None, ...]) -> int:
