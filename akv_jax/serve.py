@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 #: Exit codes: a failure of ours, and the usual one for a bad command line, port or model.
 EXIT_FAILURE, EXIT_USAGE = 1, 2
+
+#: Seconds that a stream has to send its error event once it is cut off.
+CUT_SECONDS = 5
 
 #: Positions below which long agent runs do not fit without dropping and repositioning.
 SHORT_FOR_AGENTS = 32_768
@@ -155,7 +158,14 @@ class QuietServer(uvicorn.Server):
     """Uvicorn that has done its work when it has drained. The original would raise the signal again, for an exit code
     of 143. A second Ctrl-C does not wait."""
 
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
+        """`drain` is called once, in a thread of its own, when the server is told to end."""
+        super().__init__(config)
+        self._drain = drain
+
     def handle_exit(self, sig: int, frame: object) -> None:
+        if not self.should_exit:
+            threading.Thread(target=self._drain, name="drain", daemon=True).start()
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
@@ -170,9 +180,15 @@ def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, con
         log_level="warning",
         access_log=False,
         timeout_keep_alive=60,
-        timeout_graceful_shutdown=round(settings.drain_seconds) + 1,
+        # The engine gives every stream its end before that.
+        timeout_graceful_shutdown=round(settings.drain_seconds) + CUT_SECONDS,
     )
-    server = QuietServer(config)
+
+    def drain() -> None:
+        if engine.ready:
+            engine.stop(settings.drain_seconds)
+
+    server = QuietServer(config, drain)
 
     def greet() -> None:
         try:

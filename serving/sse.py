@@ -52,7 +52,8 @@ class ChunkResponse(EventSourceResponse):
             sep="\n",
             # Without these two a stream would be cut at SIGTERM instead of drained.
             shutdown_event=anyio.Event(),
-            shutdown_grace_period=server.settings.drain_seconds,
+            # By then the engine has ended every request, with an error event where it had to be cut off.
+            shutdown_grace_period=server.settings.drain_seconds + 4,
         )
         self._first = first
         self._chunks = chunks
