@@ -92,7 +92,8 @@ class Process:
     def status(self, path: str) -> int:
         try:
             return httpx.get(self.url + path, headers={"Authorization": "Bearer sesame"}).status_code
-        except httpx.ConnectError:
+        except (httpx.ConnectError, httpx.TimeoutException):
+            # Not listening yet, or a machine too busy to answer in time.
             assert self.process.poll() is None
             return 0
 
