@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -121,7 +122,7 @@ BATCHES = st.builds(
 def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEngine]]]:
     """A warm engine of each case that this session tests, compiled one after another while others are tested."""
     items = [i for i in request.session.items if isinstance(i, pytest.Function) and "engines" in i.fixturenames]
-    wanted: dict[Case, None] = dict.fromkeys(
+    wanted: dict[Any, None] = dict.fromkeys(
         (item.callspec.params["name"], item.callspec.params["mode"]) for item in items
     )
     # Compiling is most of the cost, and a third less where LLVM is told not to optimise. Long runs do not save there.
