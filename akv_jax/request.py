@@ -13,7 +13,7 @@ from spec.operations import Operation
 if TYPE_CHECKING:
     from akv_jax.runtime.grammar import Grammar
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)

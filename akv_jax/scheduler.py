@@ -216,19 +216,19 @@ class Scheduler:
     def _place(self, schedule: Schedule, job: Job, size: int) -> int:
         """Add up to `size` queries of `job` to the step; returns how many. Older jobs are never disturbed for it."""
         while job.sequence is not None:
-            short = job.sequence.next_chunk(size).pages_needed - self.pool.num_free
+            chunk = job.sequence.next_chunk(size)
+            short = chunk.pages_needed - self.pool.num_free
             if short > 0:
                 # A few more than needed: choosing costs more than freeing.
                 self.cache.evict(max(short, self.pool.num_pages // 64))
-            room = self._room(schedule)
-            chunk = _fitting(job.sequence, size, room)
+            left = self._left(schedule)
+            chunk = _fitting(job.sequence, chunk, left)
             if chunk is not None:
                 placed = job.sequence.place(chunk, self.pool.allocate(chunk.pages_needed))
                 schedule.parts.append(Scheduled(job, chunk, placed))
                 job.last_served = self._steps
                 return len(chunk.indices)
-            needed = job.sequence.next_chunk(1)
-            if needed.entries > room.entries:
+            if job.sequence.next_chunk(1).entries > left.entries:
                 return 0
             newest = max(self.running, key=lambda j: j.arrival)
             if newest is job:
@@ -255,10 +255,10 @@ class Scheduler:
         self._start(job)
         return True
 
-    def _room(self, schedule: Schedule) -> _Room:
+    def _left(self, schedule: Schedule) -> _Left:
         # Every other running job may need a logit row of its own in this step.
         unserved = len(self.running) - len(schedule.parts) - 1
-        return _Room(
+        return _Left(
             pages=self.pool.num_free,
             entries=self.list_capacity - sum(part.chunk.entries for part in schedule.parts),
             logit_rows=self.max_logit_rows - unserved - sum(len(part.placed.logits) for part in schedule.parts),
@@ -266,7 +266,7 @@ class Scheduler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _Left:
     """What is left of a step: free pages, page list entries, and rows whose logits can be returned."""
 
     pages: int
@@ -274,12 +274,12 @@ class _Room:
     logit_rows: int
 
 
-def _fitting(sequence: Sequence, size: int, room: _Room) -> Chunk | None:
-    """The largest next chunk, by halving, that there is room for."""
-    while size > 0:
-        chunk = sequence.next_chunk(size)
-        if chunk.pages_needed <= room.pages and chunk.entries <= room.entries and chunk.logits <= room.logit_rows:
-            return chunk
+def _fitting(sequence: Sequence, chunk: Chunk, left: _Left) -> Chunk | None:
+    """`chunk`, the sequence's next, or the largest smaller one, by halving, that there is room for."""
+    while chunk.pages_needed > left.pages or chunk.entries > left.entries or chunk.logits > left.logit_rows:
         size = len(chunk.indices)
-        size = room.pages if room.pages < size == chunk.pages_needed else size // 2
-    return None
+        size = left.pages if left.pages < size == chunk.pages_needed else size // 2
+        if size == 0:
+            return None
+        chunk = sequence.next_chunk(size)
+    return chunk

@@ -31,6 +31,7 @@ from akv_jax.config import EngineConfig
 from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel, load_model
 from akv_jax.request import Request, Sampling
+from benchmarks.transformers_model import llama_in_transformers
 from spec.operations import Append
 
 PREFILLS = (512, 2048, 6000)
@@ -89,36 +90,9 @@ class TransformersSide:
 
     def __init__(self, model: LoadedModel, dtype: str) -> None:
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.set_num_threads(os.cpu_count() or 1)
-        c = model.config
-        config = LlamaConfig(
-            vocab_size=c.vocab_size,
-            hidden_size=c.hidden_size,
-            intermediate_size=c.intermediate_size,
-            num_hidden_layers=c.num_layers,
-            num_attention_heads=c.num_heads,
-            num_key_value_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            max_position_embeddings=c.max_positions,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.layers[0].rotary.base},
-            tie_word_embeddings=c.tie_embeddings,
-        )
-        self._torch = torch
-        self._model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
-        state = {
-            "model.embed_tokens.weight": model.params["embed"],
-            "model.norm.weight": model.params["norm"],
-        }
-        names = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
-        names |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
-        names |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-        for index, layer in enumerate(model.params["layers"]):
-            state |= {f"model.layers.{index}.{names[name]}.weight": value for name, value in layer.items()}
-        tensors = {name: torch.tensor(np.asarray(value, np.float32)) for name, value in state.items()}
-        self._model.load_state_dict(tensors, strict=False)
+        self._torch, self._model = torch, llama_in_transformers(model, dtype)
 
     def prefill(self, tokens: np.ndarray) -> float:
         """Seconds of one forward pass over the prompt, logits of its last token."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from fastapi import Request as HttpRequest
 
-from akv_jax.errors import Reason, RequestError
+from akv_jax.errors import RequestError
 from akv_jax.request import Output, Request, TokenLogprob, Usage
 from serving.errors import ClientDisconnected
 from serving.state import Server
@@ -44,8 +44,6 @@ async def generate(server: Server, request: Request) -> AsyncGenerator[Output, N
         async with aclosing(server.require_engine().generate(request)) as outputs:
             async for output in outputs:
                 _note(server, record, output)
-                if output.finish_reason == "abort":
-                    raise RequestError(Reason.SHUTTING_DOWN, "The server is shutting down.")
                 yield output
     except (asyncio.CancelledError, GeneratorExit):
         record.finish = record.finish or "abort"

@@ -243,8 +243,6 @@ class RadixCache:
 
     def _prune(self, node: _Node) -> None:
         """Remove a node that holds nothing and leads nowhere, then its parent if that is now one, and so on."""
-        if node.number not in self._nodes:
-            return
         while node.parent is not None and not node.children and not (node.pages >= 0).any():
             del node.parent.children[node.edge], self._nodes[node.number]
             self._tokens -= len(node.tokens)
@@ -268,7 +266,7 @@ class RadixCache:
             # Whatever was empty above the leaf has gone with it.
             while parent is not None and parent.number not in self._nodes:
                 parent = parent.parent
-            if parent is not None and not parent.children and parent.number in self._nodes:
+            if parent is not None and not parent.children:
                 heapq.heappush(leaves, (parent.last_used, parent.number))
 
 

@@ -19,7 +19,7 @@ class Chunk:
     """The next queries of one sequence, before they have pages.
 
     indices: int32 [queries], logical. views: for each segment, one past its last query (an offset into `indices`), its
-    epoch and its view; empty where the sequence's running list already is the view. copies: logical indices and
+    epoch and its view; empty where the sequence's decode list already is the view. copies: logical indices and
     positions of the versions that copy mode has to make, in the order of the segments that need them.
     """
 
@@ -74,7 +74,7 @@ class Released:
     leased: np.ndarray
 
 
-class _RunningList:
+class _DecodeList:
     """The page list of a decoding sequence, grown by one entry a step."""
 
     def __init__(self, read: ReadList) -> None:
@@ -119,7 +119,7 @@ class Sequence:
         self._computed = np.zeros(timeline.count, bool)
         self._copy_page = np.full(timeline.count, -1, np.int32)
         self._copy_position = np.zeros(timeline.count, np.int32)
-        self._running: _RunningList | None = None
+        self._decode_list: _DecodeList | None = None
         self._retired: list[np.ndarray] = []
 
     @property
@@ -152,8 +152,8 @@ class Sequence:
         indices = self.compute[self.cursor : self.cursor + size]
         stored = int((self._page_of[indices] < 0).sum())
         logits = int(np.isin(indices, self.wanted).sum())
-        if self._running is not None:
-            return Chunk(indices, (), (), stored, self._running.length + 1, logits)
+        if self._decode_list is not None:
+            return Chunk(indices, (), (), stored, self._decode_list.length + 1, logits)
         epochs = np.searchsorted(self.timeline.starts, indices, side="right") - 1
         stops = [*(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(indices)]
         views = tuple(
@@ -184,9 +184,9 @@ class Sequence:
         destinations[np.isin(chunk.indices, fresh)] = pages[: chunk.stored]
         self._page_of[fresh] = pages[: chunk.stored]
         self._private[fresh] = True
-        if self._running is not None:
+        if self._decode_list is not None:
             position = int(self.timeline.birth[chunk.indices[0]])
-            lists, moves = (self._running.extended(int(self._page_of[chunk.indices[0]]), position),), ()
+            lists, moves = (self._decode_list.extended(int(self._page_of[chunk.indices[0]]), position),), ()
         else:
             lists, moves = self._place_views(chunk, pages[chunk.stored :])
         return PlacedChunk(
@@ -211,7 +211,7 @@ class Sequence:
                 self._copy_page[indices], self._copy_position[indices] = targets, positions
             lists.append(self._read_list(stop, view))
             if stop == len(chunk.indices) and epoch == self.timeline.num_epochs - 1 and stop == self.remaining:
-                self._running = _RunningList(lists[-1])
+                self._decode_list = _DecodeList(lists[-1])
         return tuple(lists), tuple(moves)
 
     def _read_list(self, stop: int, view: View) -> ReadList:

@@ -12,6 +12,7 @@ from akv_jax.config import Layer, ModelConfig, Rotary
 from akv_jax.models.llama import config_from_hf
 from akv_jax.models.load import load_model
 from akv_jax.models.weights.table import weight_table
+from benchmarks.transformers_model import llama_in_transformers
 from tests.models import checkpoints as tiny
 
 
@@ -44,30 +45,8 @@ def test_smollm2(smollm2):
 def test_smollm2_answers_in_transformers(smollm2):
     """Its known greedy reply, from our weights in transformers' Llama: rows of q and k are where they belong."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        **tiny.HF_CONFIG
-        | {
-            "vocab_size": 49152,
-            "hidden_size": 576,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "head_dim": 64,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "max_position_embeddings": 8192,
-            "rope_theta": 100_000.0,
-            "tie_word_embeddings": True,
-        }
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    weights = {
-        info.hf[0]: torch.from_numpy(tiny.array_of(smollm2.params, info.path)) for info in weight_table(smollm2.config)
-    }
-    assert model.load_state_dict(weights, strict=False, assign=True).unexpected_keys == []
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    pytest.importorskip("transformers")
+    model = llama_in_transformers(smollm2)
     prompt = (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"

@@ -17,15 +17,14 @@ import pytest
 
 from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel
-from akv_jax.models.weights.table import weight_table
 from akv_jax.request import Request, Sampling
 from akv_jax.runtime.runner import Runner
+from benchmarks.transformers_model import llama_in_transformers
 from spec.model import Layer, Model, ModelConfig
 from spec.operations import Append, Drop, History, Operation, Reposition
 from spec.rope import Rotary
 from spec.state import State, apply
 from tests import tiny_engine
-from tests.models import checkpoints
 from tests.random_histories import random_history
 
 TOLERANCE = 5e-3
@@ -249,33 +248,3 @@ def test_drop_and_reposition_by_hand(text: tuple[int, ...], theirs: Any, make_en
     request = Request("a", tuple(operations), Sampling(1, 0.0), logits_at=looked_at)
     own = tiny_engine.run(make_engine(), [request])["a"]
     check_logits(tiny_engine.prompt_logits(own), np.stack(logits))
-
-
-def llama_in_transformers(model: LoadedModel) -> Any:
-    import torch
-    import transformers
-
-    ours = model.config
-    config = transformers.LlamaConfig(
-        vocab_size=ours.vocab_size,
-        hidden_size=ours.hidden_size,
-        num_attention_heads=ours.num_heads,
-        num_key_value_heads=ours.num_kv_heads,
-        head_dim=ours.head_dim,
-        intermediate_size=ours.intermediate_size,
-        num_hidden_layers=ours.num_layers,
-        max_position_embeddings=ours.max_positions,
-        rms_norm_eps=ours.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.layers[0].rotary.base},
-        tie_word_embeddings=ours.tie_embeddings,
-    )
-    with torch.device("meta"):
-        theirs = transformers.LlamaForCausalLM(config)
-    weights = {
-        info.hf[0]: torch.from_numpy(checkpoints.array_of(model.params, info.path)) for info in weight_table(ours)
-    }
-    assert theirs.load_state_dict(weights, strict=False, assign=True).unexpected_keys == []
-    theirs.tie_weights()
-    # It was made without values, and a checkpoint has none for it.
-    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
-    return theirs.eval()
