@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
+from akv_jax.engine import Executor
+from akv_jax.planning.plan import StepPlan
+from akv_jax.runtime.runner import SamplingPlan, StepResult
 from tests.serving.fake_engine import FakeEngine, endless, silent
 from tests.serving.running import Running, eventually, send
 
@@ -61,3 +65,39 @@ def test_hanging_up_at_any_moment_leaves_the_engine_whole(tiny: Running) -> None
     assert 'akv:pages{state="private"} 0.0' in tiny.http.get("/metrics").text
     assert tiny.post("/v1/chat/completions", body).status_code == 200
     assert tiny.http.get("/health").status_code == 200
+
+
+class Slow:
+    """An executor whose steps take long enough to be counted from outside."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.steps = 0
+        self._executor = executor
+
+    def run(self, plan: StepPlan, sampling: SamplingPlan) -> StepResult:
+        self.steps += 1
+        time.sleep(0.25)
+        return self._executor.run(plan, sampling)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [1, 200], ids=["decode", "prefill"])
+def test_work_ends_within_two_steps(tiny: Running, monkeypatch: pytest.MonkeyPatch, prompt: int, stream: bool) -> None:
+    """After a client has hung up: the step that runs, and at most one more."""
+    engine = tiny.state.require_engine()._require()  # pyright: ignore[reportPrivateUsage]
+    slow = Slow(engine.executor)
+    monkeypatch.setattr(engine, "executor", slow)
+    # Many chunks for the long prompt, so that the client can leave in the middle of it.
+    monkeypatch.setattr(engine.scheduler, "config", replace(engine.config, chunked_prefill_size=10))
+    ids = [3 + i % 7 for i in range(prompt)]
+    body = json.dumps(
+        {"prompt": ids, "max_tokens": 40, "ignore_eos": True, "stream": stream, "cache_salt": f"{stream}"}
+    )
+    connection = send(tiny, body.encode(), path="/v1/completions")
+    eventually(lambda: slow.steps >= 3)
+    connection.close()
+    steps = slow.steps
+    eventually(lambda: not engine.busy)
+    time.sleep(0.6)
+    assert steps <= slow.steps <= steps + 2
+    assert engine.stats().pages_private == 0
