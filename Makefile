@@ -14,11 +14,11 @@ serve: $(VENV)/.serve
 	$(RUN) akv_jax.serve $(ARGS)
 
 test: $(VENV)/.test
-	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 
 # The same properties over thousands of examples, and what takes minutes: an hour or two.
 test-long: $(VENV)/.test
-	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "long or not long"
+	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadgroup -m "long or not long"
 
 # torch and transformers, for the tests that compare with them (they skip where these are absent).
 oracle: $(VENV)/.test

@@ -163,10 +163,10 @@ class AsyncEngine:
             self._loaded.set()
             self._serve(self._engine)
         except BaseException as error:
+            self.failure = error
             if self._loaded.is_set():
                 # A failure to start is for whoever waits in `wait_ready` to explain.
                 _log.exception("engine failed")
-            self.failure = error
         finally:
             self.ready = False
             self._loaded.set()

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, note, settings
@@ -125,14 +124,11 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEn
     wanted: dict[Any, None] = dict.fromkeys(
         (item.callspec.params["name"], item.callspec.params["mode"]) for item in items
     )
-    # Compiling is most of the cost, and a third less where LLVM is told not to optimise. Long runs do not save there.
-    flag = "jax_disable_most_optimizations"
-    before = jax.config.read(flag)
-    jax.config.update(flag, not any(item.get_closest_marker("long") for item in items))
-    with ThreadPoolExecutor(max_workers=1) as pool:
+    # Long runs do not save on compiling.
+    quick = not any(item.get_closest_marker("long") for item in items)
+    with tiny_engine.quick_compiles(quick), ThreadPoolExecutor(max_workers=1) as pool:
         yield {case: pool.submit(_warm, *case) for case in wanted}
         pool.shutdown(cancel_futures=True)
-    jax.config.update(flag, before)
 
 
 def _warm(name: str, mode: RepositionMode) -> TinyEngine:

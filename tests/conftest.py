@@ -30,10 +30,10 @@ def smollm2(model_cache: Path) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def smollm2_runner(smollm2: LoadedModel) -> Runner:
-    """Warm: `Engine(smollm2, smollm2_runner.config, runner=smollm2_runner)` starts at once, one engine at a time.
+    """For `Engine(smollm2, smollm2_runner.config, runner=smollm2_runner)`, one engine at a time.
 
-    Compiling takes half a minute, so there are two executables only: of one row, and of 128, all of which may have
-    their logits looked at.
+    Compiling takes long, so there is one bucket only, of 128 rows, all of which may have their logits looked at; and
+    nothing is compiled before it is used.
     """
     config = EngineConfig(
         context_length=2048,
@@ -41,8 +41,6 @@ def smollm2_runner(smollm2: LoadedModel) -> Runner:
         max_running_requests=128,
         chunked_prefill_size=128,
         max_list_entries=1 << 15,
-        token_buckets=(1, 128),
+        token_buckets=(128,),
     )
-    runner = Runner(smollm2.config, smollm2.params, config)
-    runner.warm_up()
-    return runner
+    return Runner(smollm2.config, smollm2.params, config)

@@ -8,7 +8,7 @@ from typing import Any
 from akv_jax.config import RepositionMode
 from spec.model import Model, ModelConfig, random_params
 from spec.varieties import varieties
-from tests.tiny_engine import TinyEngine
+from tests.tiny_engine import TinyEngine, quick_compiles
 
 #: Positions, pages, requests at once and prompt tokens a step.
 CONTEXT, PAGES, RUNNING, CHUNK = 128, 160, 16, 32
@@ -48,5 +48,6 @@ def _warm(mode: RepositionMode) -> TinyEngine:
         token_buckets=(1, CHUNK) if mode == "on_read" else (CHUNK,),
         reposition=mode,
     )
-    tiny.engine().warm_up()
+    with quick_compiles():
+        tiny.engine().warm_up()
     return tiny

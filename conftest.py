@@ -1,0 +1,34 @@
+"""Which tests share a process, where several run them (`make test`): those that share something slow to make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+#: By file or folder; a file that is not named is a group of its own. The largest come first, so that the processes end
+#: together.
+GROUPS = {
+    "tests/serving": "servers",
+    "spec/test_conformance.py": "conformance",
+    "tests/models/test_smollm2.py": "SmolLM2",
+    "tests/models/test_load.py": "SmolLM2",
+    "tests/test_engine.py": "tiny engines",
+    "tests/test_async_engine.py": "tiny engines",
+    "tests/test_reuse.py": "tiny engines",
+    "tests/kernels": "kernels",
+}
+
+
+def group_of(item: pytest.Item) -> str:
+    path = item.path.relative_to(ROOT).as_posix()
+    return next((group for start, group in GROUPS.items() if path.startswith(start)), path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the groups for `--dist loadgroup`, and put the large ones first."""
+    order = {group: place for place, group in enumerate(dict.fromkeys(GROUPS.values()))}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=lambda item: order.get(group_of(item), len(order)))
