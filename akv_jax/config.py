@@ -11,6 +11,8 @@ from typing import Literal
 
 #: on_read: the reader turns keys as it reads them. copy: a reposition makes turned copies of the keys.
 RepositionMode = Literal["on_read", "copy"]
+#: What one executable computes: a whole step, or one layer of it.
+CompileUnit = Literal["step", "layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +123,5 @@ class EngineConfig:
     disable_radix_cache: bool = False
     #: Numbers of query rows that get an executable; empty leaves it to `runner.token_buckets`.
     token_buckets: tuple[int, ...] = ()
+    #: What one executable computes; None leaves it to `runner.default_compile_unit`.
+    compile_unit: CompileUnit | None = None

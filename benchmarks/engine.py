@@ -91,7 +91,7 @@ class TransformersSide:
     def __init__(self, model: LoadedModel, dtype: str) -> None:
         import torch
 
-        torch.set_num_threads(os.cpu_count() or 1)
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
         self._torch, self._model = torch, llama_in_transformers(model, dtype)
 
     def prefill(self, tokens: np.ndarray) -> float:

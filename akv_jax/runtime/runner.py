@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from akv_jax.config import EngineConfig, ModelConfig
-from akv_jax.models.decoder import Params, Pool, forward
+from akv_jax.config import CompileUnit, EngineConfig, ModelConfig
+from akv_jax.models.decoder import Params, Pool
 from akv_jax.models.rope import rotary_table
 from akv_jax.planning.plan import NO_MOVES, Segment, StepPlan
 from akv_jax.runtime.batch import StepBatch, build
 from akv_jax.runtime.sampling import Adjustment, Sampled, SamplingBatch, sample
+from akv_jax.runtime.step import Step, compile_step
 from pallas_kernels.segment_attention.api import backend
 
 #: Called with what is being made ready, how many parts are done, and how many there are.
@@ -84,6 +85,11 @@ def default_dtype(platform: str) -> str:
         return "float32"
 
 
+def default_compile_unit(platform: str) -> CompileUnit:
+    """Layer by layer where calls cost nothing beside what they compute."""
+    return "layer" if platform == "cpu" else "step"
+
+
 class Runner:
     """The device side of an engine."""
 
@@ -98,7 +104,7 @@ class Runner:
         tables = {rotary: rotary_table(rotary, config.context_length + 1) for rotary in tables}
         self._tables = tuple(tables[layer.rotary] for layer in model.layers)
         self._pool = self._empty_pool()
-        self._steps: dict[int, Any] = {}
+        self._steps: dict[int, Step] = {}
         self._samplers: dict[tuple[int, bool], Any] = {}
 
     @property
@@ -175,21 +181,17 @@ class Runner:
         layers = range(self.model.num_layers)
         return Pool(tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers))
 
-    def _step(self, rows: int) -> Any:
-        """The executable for that many query rows."""
+    def _step(self, rows: int) -> Step:
+        """The forward pass for that many query rows."""
         if rows not in self._steps:
-            function = functools.partial(
-                forward,
+            self._steps[rows] = compile_step(
+                self.config.compile_unit or default_compile_unit(jax.default_backend()),
                 self.model,
                 backend(self.config.attention_backend),
+                *(self._params, self._tables, self._pool, self._build(_rehearsal(rows), rows)),
                 tile=self.config.tile,
                 shifts=self.config.reposition == "on_read",
             )
-            batch = self._build(_rehearsal(rows), rows)
-            arguments = (self._params, self._tables, self._pool, batch)
-            # Compiled from shapes: the values are the run's business.
-            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
-            self._steps[rows] = jax.jit(function, donate_argnums=2).lower(*shapes).compile()
         return self._steps[rows]
 
     def _sampler(self, rows: int, adjusted: bool) -> Any:

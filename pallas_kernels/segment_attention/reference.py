@@ -1,4 +1,7 @@
-"""The oracle: one query at a time, in float64, by the definition. Runs anywhere through a host callback."""
+"""The oracle: one query at a time, in float64, by the definition. Runs anywhere through a host callback.
+
+But not on a CPU of one core: JAX's callback waits for its arguments there in the only thread that could bring them.
+"""
 
 from __future__ import annotations
 

@@ -113,7 +113,10 @@ def _attend(
     length = lists.length[task]
     step = functools.partial(_block, queries, position, lists.first[task], length, inputs, attention)
     states = [_start(query, sink) for query, sink in zip(queries, sinks, strict=True)]
-    return lax.fori_loop(0, (length + BLOCK - 1) // BLOCK, step, states)
+    # Blocks that every query reads all of need no mask: most of a long list.
+    whole = lists.shared[task] // BLOCK if attention.window is None else 0
+    states = lax.fori_loop(0, whole, functools.partial(step, False), states)
+    return lax.fori_loop(whole, (length + BLOCK - 1) // BLOCK, functools.partial(step, True), states)
 
 
 def _start(query: Array, sink: Array | None) -> _Softmax:
@@ -130,27 +133,31 @@ def _block(
     length: Array,
     inputs: _Inputs,
     attention: Attention,
+    masked: bool,
     index: Array,
     states: list[_Softmax],
 ) -> list[_Softmax]:
-    """Fold block `index` of the task's page list into the running softmax."""
+    """Fold block `index` of the task's page list into the running softmax; not `masked` if every query reads it all."""
     start = first + index * BLOCK
     present = index * BLOCK + jnp.arange(BLOCK) < length
     pages = lax.dynamic_slice_in_dim(inputs.batch.pages, start, BLOCK)
     positions = lax.dynamic_slice_in_dim(inputs.batch.positions, start, BLOCK)
-    pages = jnp.where(present, pages, 0)
+    if masked:
+        pages = jnp.where(present, pages, 0)
 
     def fold() -> list[_Softmax]:
         keys, values = _load(inputs.k_pool, pages, queries[0].dtype), _load(inputs.v_pool, pages, queries[0].dtype)
         turned = queries
         if attention.shifts:
             shifts = lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK)
-            shifts = jnp.where(present, shifts, shifts[0])
+            shifts = jnp.where(present, shifts, shifts[0]) if masked else shifts
             turned, keys = _turn(queries, keys, shifts, inputs, attention)
-        distance = position[:, None] - positions[None, :]
-        seen = present[None, :] & (distance >= 0)
-        if attention.window is not None:
-            seen &= distance < attention.window
+        seen = None
+        if masked:
+            distance = position[:, None] - positions[None, :]
+            seen = present[None, :] & (distance >= 0)
+            if attention.window is not None:
+                seen &= distance < attention.window
         width = keys.shape[1] // len(queries)
         parts = [slice(i * width, (i + 1) * width) for i in range(len(queries))]
         return [
@@ -164,14 +171,18 @@ def _block(
     return lax.cond(position[0] - newest < attention.window, fold, lambda: states)
 
 
-def _fold(query: Array, keys: Array, values: Array, seen: Array, state: _Softmax, attention: Attention) -> _Softmax:
+def _fold(
+    query: Array, keys: Array, values: Array, seen: Array | None, state: _Softmax, attention: Attention
+) -> _Softmax:
+    """Keys and values [BLOCK, E]; `seen` bool [M, BLOCK] hides some from some."""
     scores = _dot(query, keys, 1)
     if attention.softcap is not None:
         scores = attention.softcap * jnp.tanh(scores / attention.softcap)
-    scores = jnp.where(seen, scores, _LOWEST)
+    if seen is not None:
+        # So far below any maximum that it counts nothing, even where a query has seen no key yet.
+        scores = jnp.where(seen, scores, 2 * _LOWEST)
     top = jnp.maximum(state.top, scores.max(axis=1))
-    # A block that a query sees nothing of would otherwise count exp(0) for each hidden key.
-    weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0)
+    weights = jnp.exp(scores - top[:, None])
     keep = jnp.exp(state.top - top)
     return _Softmax(
         top,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import jax
@@ -212,6 +213,7 @@ def test_lists_may_share_pages() -> None:
     np.testing.assert_array_equal(out[0], out[1])
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a host callback of JAX hangs on one core")
 def test_the_reference_backend_is_the_oracle() -> None:
     """R4: by name, under jit, as a model calls it."""
     np.testing.assert_allclose(run("window_1", "reference"), expected("window_1"), atol=1e-6)

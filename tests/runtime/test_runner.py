@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from tests.shared_engines import config, params
 from tests.tiny_engine import TinyEngine
 
 
-def tiny(**settings: int) -> TinyEngine:
+def tiny(**settings: Any) -> TinyEngine:
     sizes = {"context_length": 256, "max_running_requests": 48, "chunked_prefill_size": 48}
     return TinyEngine(config(), params(), **{**sizes, "token_buckets": (48,), **settings})
 
@@ -56,6 +58,26 @@ def test_buckets_hold_every_step(dtype: str, chunk: int, running: int) -> None:
     buckets = token_buckets(sizes)
     assert list(buckets) == sorted(set(buckets)) and len(buckets) <= 8
     assert buckets[-1] >= max(chunk, running + 1)
+
+
+@pytest.mark.parametrize("mode", ["on_read", "copy"])
+def test_layer_by_layer_is_the_same(mode: str) -> None:
+    """R2, R3: one executable for a step or one for each kind of layer, and the pool is left as it should be."""
+    plans = [queries(20), _after(queries(20), 30)]
+    results = []
+    for unit in ("step", "layer"):
+        runner = tiny(compile_unit=unit, reposition=mode).runner
+        results.append([runner.run(plan, SamplingPlan(empty_sampling(1), None)).logits(0) for plan in plans])
+    np.testing.assert_allclose(*results, rtol=0, atol=1e-5)
+
+
+def _after(past: StepPlan, count: int) -> StepPlan:
+    """More queries of the same sequence, which read the pages that it has written."""
+    begin, end = len(past.tokens), len(past.tokens) + count
+    positions = np.arange(end, dtype=np.int32)
+    segment = Segment(0, count, positions + 1, positions, 0 * positions)
+    new = positions[begin:]
+    return StepPlan(new, new, new + 1, (segment,), NO_MOVES, np.array([count - 1], np.int32))
 
 
 def test_compilations_are_counted() -> None:
