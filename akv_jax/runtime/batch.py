@@ -12,6 +12,7 @@ from jax import Array
 
 from akv_jax.cache.pages import SCRATCH_PAGE
 from akv_jax.planning.plan import Segment, StepPlan
+from akv_jax.runtime.host_array import empty_aligned
 from pallas_kernels.segment_attention.api import LIST_PADDING, Lists, SegmentBatch
 
 #: Moves are made this many at a time; the arrays have room for a last incomplete block.
@@ -55,7 +56,7 @@ def build(
         or len(plan.logit_rows) > logit_rows
     ):
         raise ValueError(f"plan of {used} queries and {total} list entries exceeds its bucket of {rows} rows")
-    pages, positions, shifts = (_aligned(list_capacity + LIST_PADDING) for _ in range(3))
+    pages, positions, shifts = (empty_aligned((list_capacity + LIST_PADDING,), np.int32) for _ in range(3))
     end = 0
     for segment in plan.segments:
         begin, end = end, end + len(segment.pages)
@@ -116,9 +117,3 @@ def _padded(values: np.ndarray, size: int, fill: int = 0) -> Any:
     out[: len(values)] = values
     return out
 
-
-def _aligned(size: int) -> Any:
-    """Uninitialised int32 [size] at a 64-byte boundary, which the CPU backend takes without a copy."""
-    raw = np.empty(size * 4 + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size * 4].view(np.int32)

@@ -98,7 +98,7 @@ class Runner:
         self.model, self.config = model, config
         self.buckets = config.token_buckets or token_buckets(config)
         self.compilations = CompilationCounter()
-        self._params = jax.tree.map(jnp.asarray, params)
+        self._params = jax.device_put(params)
         tables = {layer.rotary: None for layer in model.layers}
         # Rotation is by at most the context length; a shifted query would reach twice as far (DESIGN C8).
         tables = {rotary: rotary_table(rotary, config.context_length + 1) for rotary in tables}

@@ -18,6 +18,7 @@ import numpy as np
 
 from akv_jax.config import ModelConfig
 from akv_jax.models.weights.errors import ModelError
+from akv_jax.runtime.host_array import empty_aligned
 
 #: `{"embed", "layers": [{"attn_norm", "q", ...}], "norm", "head"?}`; see `weight_table` for every name and shape.
 Params = dict[str, Any]
@@ -178,7 +179,10 @@ def load_params(
         array = source.read(names[0]) if len(names) == 1 else np.stack([source.read(name) for name in names])
         if transform is not None:
             array = transform(info, array)
-        return np.ascontiguousarray(array, dtype=wanted)
+        # Where weights are computed with on the host, they are there once.
+        aligned = empty_aligned(array.shape, wanted)
+        aligned[...] = array
+        return aligned
 
     arrays: dict[tuple[str | int, ...], np.ndarray] = {}
     # Dequantising is NumPy on small blocks, which leaves the interpreter free often enough for a few threads to pay.
