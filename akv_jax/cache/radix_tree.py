@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,19 +25,33 @@ from akv_jax.planning.visibility import Timeline
 #: What leads from a node to a child: the next token, or the bytes of an operation.
 _Edge = int | bytes
 _REPOSITION = b"reposition"
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A run of tokens, or an operation (no tokens). `pages` holds -1 where nothing is resident."""
+    """A run of tokens, or an operation (no tokens).
+
+    versions: by shift (position of K - position at birth), int32 pages of the run, -1 where none is resident (C2).
+    Shift 0 is the birth version; there is no array without a page.
+    """
 
     number: int
     parent: _Node | None
     edge: _Edge
     tokens: np.ndarray
-    pages: np.ndarray
     last_used: int
+    versions: dict[int, np.ndarray] = field(default_factory=dict)
     children: dict[_Edge, _Node] = field(default_factory=dict)
+
+    def any_version(self) -> np.ndarray:
+        """A resident page of each token, int32: the birth version where it is one, else another, else -1 (C3)."""
+        pages = self.versions.get(0)
+        pages = np.full(len(self.tokens), -1, np.int32) if pages is None else pages
+        for shift, others in self.versions.items():
+            if shift:
+                pages = np.where(pages < 0, others, pages)
+        return pages
 
 
 class RadixCache:
@@ -60,6 +74,7 @@ class RadixCache:
         self._owner = np.full(size, -1, np.int64)
         self._offset = np.zeros(size, np.int32)
         self._index = np.zeros(size, np.int32)
+        self._shift = np.zeros(size, np.int32)
         self._used = np.zeros(size, np.int64)
         self._dropped = np.zeros(size, bool)
 
@@ -71,14 +86,15 @@ class RadixCache:
         end = 0
         for node, start, length in self._walk(timeline, salt):
             node.last_used = now
-            pages[start : start + length] = node.pages[:length]
+            pages[start : start + length] = node.any_version()[:length]
             end = start + length
         resident = pages[pages >= 0]
         self._references[resident] += 1
         self._used[resident] = now
         receipt = next(self._receipts)
         self._leases[receipt] = resident
-        return MatchResult(pages, timeline.birth[: timeline.count].copy(), receipt, end)
+        encoded = timeline.birth[: timeline.count] + np.where(pages >= 0, self._shift[pages], 0)
+        return MatchResult(pages, encoded, receipt, end)
 
     def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:
         held = self._leases.pop(match.receipt)
@@ -101,12 +117,16 @@ class RadixCache:
         runs, rests = self._grow(timeline, salt, int(own[-1]) + 1, now)
         for node, start in runs:
             offered = pages[start : start + len(node.tokens)]
-            taken = np.flatnonzero((offered >= 0) & (node.pages < 0))
-            refused.append(offered[(offered >= 0) & (node.pages >= 0)])
+            there = node.versions.setdefault(0, np.full(len(node.tokens), -1, np.int32))
+            taken = np.flatnonzero((offered >= 0) & (there < 0))
+            refused.append(offered[(offered >= 0) & (there >= 0)])
             new = offered[taken]
-            node.pages[taken] = new
+            there[taken] = new
+            if not (there >= 0).any():
+                del node.versions[0]
             self._pool.to_cached(new)
             self._owner[new], self._offset[new], self._index[new] = node.number, taken, start + taken
+            self._shift[new] = 0
             self._used[new] = now
             self._dropped[new] = timeline.dropped[start + taken] < timeline.num_epochs
         for rest in rests:
@@ -131,7 +151,7 @@ class RadixCache:
         return self.evict(len(self._owner))
 
     def cached_pages(self) -> list[np.ndarray]:
-        return [node.pages[node.pages >= 0] for node in self._nodes.values()]
+        return [pages[pages >= 0] for node in self._nodes.values() for pages in node.versions.values()]
 
     def leased(self) -> int:
         return int(((self._owner >= 0) & (self._references > 0)).sum())
@@ -150,11 +170,14 @@ class RadixCache:
             raise PageError("leases and reference counts disagree")
         owned = 0
         for number, node in self._nodes.items():
-            there = np.flatnonzero(node.pages >= 0)
-            owned += len(there)
-            good = (self._owner[node.pages[there]] == number).all() and (self._offset[node.pages[there]] == there).all()
-            linked = node.parent is None or node.parent.children.get(node.edge) is node
-            if not (good and linked and len(node.tokens) == len(node.pages)):
+            good = node.parent is None or node.parent.children.get(node.edge) is node
+            for shift, pages in node.versions.items():
+                there = np.flatnonzero(pages >= 0)
+                owned += len(there)
+                named = self._owner[pages[there]] == number
+                named &= (self._offset[pages[there]] == there) & (self._shift[pages[there]] == shift)
+                good = good and len(pages) == len(node.tokens) and len(there) > 0 and bool(named.all())
+            if not good:
                 raise PageError(f"node {number} is malformed")
         if owned != int((self._owner >= 0).sum()) or self._tokens != sum(len(n.tokens) for n in self._nodes.values()):
             raise PageError("pages or tokens of the tree are counted wrong")
@@ -185,21 +208,19 @@ class RadixCache:
         Returns its runs, each with its first logical index; and what was cut off runs, which may hold nothing.
         """
         if salt not in self._roots:
-            nothing = np.zeros(0, np.int32)
-            self._roots[salt] = self._add(None, b"", nothing, nothing, now)
+            self._roots[salt] = self._add(None, b"", _NO_TOKENS, now)
         node, runs, rests = self._roots[salt], [], []
         for edge, start, stop in _steps(timeline):
             if start >= end:
                 break
             if edge is not None:
-                nothing = np.zeros(0, np.int32)
-                node = node.children.get(edge) or self._add(node, edge, nothing, nothing, now)
+                node = node.children.get(edge) or self._add(node, edge, _NO_TOKENS, now)
             at, stop = start, min(stop, end)
             while at < stop:
                 child = node.children.get(int(timeline.tokens[at]))
                 if child is None:
                     tokens = timeline.tokens[at:stop].copy()
-                    child = self._add(node, int(tokens[0]), tokens, np.full(len(tokens), -1, np.int32), now)
+                    child = self._add(node, int(tokens[0]), tokens, now)
                 length = _common(child.tokens, timeline.tokens[at:stop])
                 if length < len(child.tokens):
                     rests.append(child)
@@ -209,8 +230,8 @@ class RadixCache:
                 node, at = child, at + length
         return runs, rests
 
-    def _add(self, parent: _Node | None, edge: _Edge, tokens: np.ndarray, pages: np.ndarray, now: int) -> _Node:
-        node = _Node(next(self._numbers), parent, edge, tokens, pages, now)
+    def _add(self, parent: _Node | None, edge: _Edge, tokens: np.ndarray, now: int) -> _Node:
+        node = _Node(next(self._numbers), parent, edge, tokens, now)
         self._nodes[node.number] = node
         self._tokens += len(tokens)
         if parent is not None:
@@ -221,29 +242,36 @@ class RadixCache:
         """Cut a run in two; returns the first part, which is a new node. Leases are on pages and do not notice."""
         assert node.parent is not None
         self._tokens -= length
-        first = self._add(node.parent, node.edge, node.tokens[:length], node.pages[:length].copy(), node.last_used)
+        first = self._add(node.parent, node.edge, node.tokens[:length], node.last_used)
         node.parent, node.edge = first, int(node.tokens[length])
-        node.tokens, node.pages = node.tokens[length:], node.pages[length:].copy()
+        node.tokens = node.tokens[length:]
         first.children[node.edge] = node
-        for part in (first, node):
-            there = np.flatnonzero(part.pages >= 0)
-            self._owner[part.pages[there]], self._offset[part.pages[there]] = part.number, there
+        versions, node.versions = node.versions, {}
+        for shift, pages in versions.items():
+            for part, own in ((first, pages[:length].copy()), (node, pages[length:].copy())):
+                there = np.flatnonzero(own >= 0)
+                if len(there):
+                    part.versions[shift] = own
+                    self._owner[own[there]], self._offset[own[there]] = part.number, there
         return first
 
     def _remove(self, pages: np.ndarray) -> None:
         """Free cached pages that nobody leases, and the paths on which nothing is left."""
-        pages = pages[np.argsort(self._owner[pages], kind="stable")]
-        for group in np.split(pages, np.flatnonzero(np.diff(self._owner[pages])) + 1):
+        pages = pages[np.lexsort((self._shift[pages], self._owner[pages]))]
+        breaks = (np.diff(self._owner[pages]) != 0) | (np.diff(self._shift[pages]) != 0)
+        for group in np.split(pages, np.flatnonzero(breaks) + 1):
             if len(group):
-                node = self._nodes[int(self._owner[group[0]])]
-                node.pages[self._offset[group]] = -1
-                self._prune(node)
+                node, shift = self._nodes[int(self._owner[group[0]])], int(self._shift[group[0]])
+                node.versions[shift][self._offset[group]] = -1
+                if not (node.versions[shift] >= 0).any():
+                    del node.versions[shift]
+                    self._prune(node)
         self._owner[pages] = -1
         self._pool.free(pages)
 
     def _prune(self, node: _Node) -> None:
         """Remove a node that holds nothing and leads nowhere, then its parent if that is now one, and so on."""
-        while node.parent is not None and not node.children and not (node.pages >= 0).any():
+        while node.parent is not None and not node.children and not node.versions:
             del node.parent.children[node.edge], self._nodes[node.number]
             self._tokens -= len(node.tokens)
             node = node.parent
@@ -259,7 +287,7 @@ class RadixCache:
         heapq.heapify(leaves)
         while leaves and self._tokens > self._max_tokens:
             leaf = self._nodes[heapq.heappop(leaves)[1]]
-            pages, parent = leaf.pages[leaf.pages >= 0], leaf.parent
+            pages, parent = _joined(leaf.versions.values()), leaf.parent
             if self._references[pages].any():
                 continue
             self._remove(pages)
@@ -290,3 +318,8 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
     size = min(len(a), len(b))
     different = a[:size] != b[:size]
     return int(different.argmax()) if different.any() else size
+
+
+def _joined(versions: Iterable[np.ndarray]) -> np.ndarray:
+    """The pages of several versions, int32."""
+    return np.concatenate([_NO_TOKENS, *(pages[pages >= 0] for pages in versions)])
