@@ -13,6 +13,8 @@ from typing import Literal
 RepositionMode = Literal["on_read", "copy"]
 #: What one executable computes: a whole step, or one layer of it.
 CompileUnit = Literal["step", "layer"]
+#: drop_aware: what its last user dropped or moved away from goes first (DESIGN C5). lru: the least recently used.
+EvictionPolicy = Literal["drop_aware", "lru"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ class EngineConfig:
     reposition: RepositionMode = "on_read"
     #: Keep no K and V between requests.
     disable_radix_cache: bool = False
+    #: Which unleased pages the cache gives up first.
+    eviction: EvictionPolicy = "drop_aware"
     #: Numbers of query rows that get an executable; empty leaves it to `runner.token_buckets`.
     token_buckets: tuple[int, ...] = ()
     #: What one executable computes; None leaves it to `runner.default_compile_unit`.

@@ -78,7 +78,7 @@ class Engine:
         self.executor: Executor = self.runner
         self.pool = PagePool(config.num_pages)
         if cache is None:
-            cache = NaiveCache() if config.disable_radix_cache else RadixCache(self.pool)
+            cache = _new_cache(config, self.pool)
         self.cache = cache
         self.scheduler = Scheduler(
             config,
@@ -257,6 +257,12 @@ class Engine:
         del self._works[job.job_id]
         message = f"the request needs more than the {self.config.num_pages} pages of the server's KV pool at one time"
         return Output(job.job_id, error=RequestError(Reason.POOL_TOO_SMALL, message))
+
+
+def _new_cache(config: EngineConfig, pool: PagePool) -> KVCache:
+    if config.disable_radix_cache:
+        return NaiveCache()
+    return RadixCache(pool, reposition=config.reposition, eviction=config.eviction)
 
 
 def _timeline(request: Request, model: ModelConfig) -> Timeline:

@@ -105,6 +105,12 @@ def argument_parser() -> argparse.ArgumentParser:
         help="turn keys as read, or copies (%(default)s)",
     )
     add("--disable-radix-cache", action="store_true", help="keep no KV between requests")
+    add(
+        "--eviction",
+        choices=("drop_aware", "lru"),
+        default="drop_aware",
+        help="what is given up first: dropped KV, or the least recently used (%(default)s)",
+    )
     add("--max-body-size", type=_positive, metavar="BYTES", help="largest request body, then 413 (default: no limit)")
     add("--seed", type=int, metavar="N", help="seed of requests that send none (default: random)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
@@ -290,6 +296,7 @@ def engine_config(
         seed=arguments.seed,
         reposition=arguments.reposition,
         disable_radix_cache=arguments.disable_radix_cache,
+        eviction=arguments.eviction,
     )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from akv_jax.planning.visibility import Timeline
+from akv_jax.cache.eviction import EvictionClass
+from akv_jax.planning.visibility import Timeline, View
 
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
     """What is resident of one history (DESIGN C3), leased to the caller until `KVCache.release`.
 
-    pages: int32 [T], the page holding each token's K and V, or -1 where it is missing.
+    pages: int32 [T], a page with each token's K and V, of the birth version where it is resident, else of any other;
+        -1 where the token is missing.
     encoded: int32 [T], the position its K is rotated to.
     receipt: identifies the lease.
     known: how many leading tokens of the history the cache remembers, resident or not.
@@ -26,24 +29,70 @@ class MatchResult:
     known: int = 0
 
 
+@dataclass(slots=True)
+class CacheStats:
+    """What reuse came to: totals since the start, the last two being of the moment. Plain counts, of tokens or pages.
+
+    The scheduler counts admissions, those of retracted requests again; the cache what happens to its pages.
+    """
+
+    #: Active tokens of admitted prompts found where they end up, and found to be rotated; tokens to compute because no
+    #: version was resident, and how many of those the cache remembered.
+    hits_exact: int = 0
+    hits_rotated: int = 0
+    misses: int = 0
+    restored: int = 0
+    #: Admissions by the size of what is computed (C6): closures[b] had sizes from 2^(b-1) to 2^b - 1.
+    closures: list[int] = field(default_factory=lambda: [0] * 33)
+    #: Copies made for positions, and those of them made from a version that had been rotated already.
+    rotations: int = 0
+    hops: int = 0
+    #: Pages evicted by `EvictionClass`, and those that went because the memory of paths is bounded.
+    evicted: list[int] = field(default_factory=lambda: [0] * len(EvictionClass))
+    forgotten: int = 0
+    #: Now: remembered tokens without a resident version, and pages of versions at other positions than at birth.
+    tombstones: int = 0
+    versions: int = 0
+
+
 class KVCache(Protocol):
     """Keeps K and V between requests under the meaning of their history."""
 
+    stats: CacheStats
+
     def match(self, timeline: Timeline, salt: str) -> MatchResult:
-        """Find and lease every entry of the history that is resident."""
+        """Find and lease one version of every entry of the history that has any."""
+        ...
+
+    def lease_versions(
+        self, match: MatchResult, timeline: Timeline, salt: str, views: Sequence[View]
+    ) -> list[np.ndarray]:
+        """The versions that have the entries of these views just where they are (DESIGN C3's exact match).
+
+        Returns for each view int32 [entries], the page or -1. Those that `match` has not leased yet now are, under the
+        same receipt.
+        """
         ...
 
     def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:
         """End the lease on `pages`, or on all that are left of it; the latter exactly once for each match.
 
-        `timeline` is the history as it stands, by which dropped pages are evicted first (DESIGN C5).
+        `timeline` is the history as it stands, by which what is left behind is evicted first (DESIGN C5).
         """
         ...
 
-    def keep(self, timeline: Timeline, salt: str, pages: np.ndarray) -> np.ndarray:
-        """Offer private birth pages that their request gives up, int32 [T] by logical index (-1: none).
+    def keep(
+        self,
+        timeline: Timeline,
+        salt: str,
+        pages: np.ndarray,
+        positions: np.ndarray | None = None,
+        match: MatchResult | None = None,
+    ) -> np.ndarray:
+        """Offer private pages, int32 [T] by logical index (-1: none), K rotated to `positions` (default: at birth).
 
-        Returns those pages that the cache does not take over; the caller frees them.
+        What is taken is idle, or with `match` leased under its receipt. Returns those pages that the cache does not
+        take over; they stay the caller's.
         """
         ...
 

@@ -6,17 +6,19 @@ It is the meaning that any other cache must agree with (DESIGN A4), and their do
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
-from akv_jax.cache.base import MatchResult
-from akv_jax.planning.visibility import Timeline
+from akv_jax.cache.base import CacheStats, MatchResult
+from akv_jax.planning.visibility import Timeline, View
 
 
 class NaiveCache:
     """See `base.KVCache`."""
 
     def __init__(self) -> None:
+        self.stats = CacheStats()
         self._receipts = itertools.count()
         self._open: set[int] = set()
 
@@ -29,7 +31,19 @@ class NaiveCache:
         if pages is None:
             self._open.remove(match.receipt)
 
-    def keep(self, timeline: Timeline, salt: str, pages: np.ndarray) -> np.ndarray:
+    def lease_versions(
+        self, match: MatchResult, timeline: Timeline, salt: str, views: Sequence[View]
+    ) -> list[np.ndarray]:
+        return [np.full(len(view.indices), -1, np.int32) for view in views]
+
+    def keep(
+        self,
+        timeline: Timeline,
+        salt: str,
+        pages: np.ndarray,
+        positions: np.ndarray | None = None,
+        match: MatchResult | None = None,
+    ) -> np.ndarray:
         return pages[pages >= 0]
 
     def evictable(self) -> int:

@@ -1,11 +1,12 @@
-"""One radix tree whose path is the canonical history (DESIGN C1, C4, C5): shared and evicted by meaning.
+"""One radix tree whose path is the canonical history (DESIGN C1-C5): shared and evicted by meaning.
 
 A path from a tenant's root is a history: runs of tokens, drops of the indices they newly deactivate, repositions. Two
-requests share exactly their longest common history. A run owns the birth version of its tokens' K and V, page by page;
-where a page was evicted a tombstone (-1) is left, so that what follows is still found. Only the planner decides what to
-do about holes.
+requests share exactly their longest common history. A run owns *versions* of its tokens' K and V, page by page: the
+birth version, and where repositions make copies, others that are K rotated to other positions. Where all of a token's
+pages were evicted a tombstone is left, so that what follows is still found. Only the planner decides what to do about
+holes.
 
-Numbers about pages (who leases them, when they were last used) are kept in arrays by page, not in nodes: a split moves
+Numbers about pages (whose they are, how many lease them) are kept in arrays by page, not in nodes: a split moves
 nothing but slices.
 """
 
@@ -13,19 +14,23 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from akv_jax.cache.base import MatchResult
+from akv_jax.cache.base import CacheStats, MatchResult
+from akv_jax.cache.eviction import EvictionClass, EvictionQueue
+from akv_jax.cache.history import common, steps
 from akv_jax.cache.pages import PageError, PagePool
-from akv_jax.planning.visibility import Timeline
+from akv_jax.config import EvictionPolicy, RepositionMode
+from akv_jax.planning.visibility import NEVER, Timeline, View
 
-#: What leads from a node to a child: the next token, or the bytes of an operation.
-_Edge = int | bytes
-_REPOSITION = b"reposition"
+#: What leads from a node to a child: the next token, or an operation. A root's is its salt.
+_Edge = int | bytes | str
 _NO_TOKENS = np.zeros(0, np.int32)
+#: Stretches of one shift in a run that is offered: where there are more, it is cut, so that arrays stay small.
+_MOST_STRETCHES = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +38,7 @@ class _Node:
     """A run of tokens, or an operation (no tokens).
 
     versions: by shift (position of K - position at birth), int32 pages of the run, -1 where none is resident (C2).
-    Shift 0 is the birth version; there is no array without a page.
+    Shift 0 is the birth version. resident: how many pages each version has, never 0.
     """
 
     number: int
@@ -42,59 +47,79 @@ class _Node:
     tokens: np.ndarray
     last_used: int
     versions: dict[int, np.ndarray] = field(default_factory=dict)
+    resident: dict[int, int] = field(default_factory=dict)
     children: dict[_Edge, _Node] = field(default_factory=dict)
 
-    def any_version(self) -> np.ndarray:
-        """A resident page of each token, int32: the birth version where it is one, else another, else -1 (C3)."""
-        pages = self.versions.get(0)
-        pages = np.full(len(self.tokens), -1, np.int32) if pages is None else pages
+    def any_version(self, at: np.ndarray | slice) -> np.ndarray:
+        """A resident page of each of these tokens, int32: of the birth version, else of another, else -1 (C3)."""
+        births = self.versions.get(0)
+        pages = np.full(len(self.tokens), -1, np.int32)[at] if births is None else births[at]
         for shift, others in self.versions.items():
             if shift:
-                pages = np.where(pages < 0, others, pages)
+                pages = np.where(pages < 0, others[at], pages)
         return pages
 
 
 class RadixCache:
     """See `base.KVCache`."""
 
-    def __init__(self, pool: PagePool, *, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        reposition: RepositionMode = "on_read",
+        eviction: EvictionPolicy = "drop_aware",
+        max_tokens: int | None = None,
+    ) -> None:
         """`max_tokens` bounds the tokens that paths may remember, tombstones included (C5); default 16 a page."""
-        self._pool = pool
+        self.stats = CacheStats()
+        self._pool, self._reposition, self._eviction = pool, reposition, eviction
         self._max_tokens = 16 * pool.num_pages if max_tokens is None else max_tokens
-        self._tokens = 0
-        self._clock = itertools.count(1)
-        self._numbers = itertools.count()
+        self._tokens = self._pages = 0
+        self._clock, self._numbers, self._receipts = itertools.count(1), itertools.count(), itertools.count()
         self._nodes: dict[int, _Node] = {}
         self._roots: dict[str, _Node] = {}
-        self._receipts = itertools.count()
         self._leases: dict[int, np.ndarray] = {}
+        self._idle = EvictionQueue(pool.num_pages, eviction)
         size = pool.num_pages + 1
         self._references = np.zeros(size, np.int32)
-        # Of cached pages: their node and place in it, logical index, time, and whether their last user dropped them.
+        # Of cached pages: their node and place in it, shift, and logical index.
         self._owner = np.full(size, -1, np.int64)
-        self._offset = np.zeros(size, np.int32)
-        self._index = np.zeros(size, np.int32)
-        self._shift = np.zeros(size, np.int32)
-        self._used = np.zeros(size, np.int64)
-        self._dropped = np.zeros(size, bool)
+        self._offset, self._shift, self._index = (np.zeros(size, np.int32) for _ in range(3))
 
     # -- base.KVCache ------------------------------------------------------------------------------------------------
 
     def match(self, timeline: Timeline, salt: str) -> MatchResult:
         now = next(self._clock)
         pages = np.full(timeline.count, -1, np.int32)
-        end = 0
+        end, derived = 0, [_NO_TOKENS]
         for node, start, length in self._walk(timeline, salt):
             node.last_used = now
-            pages[start : start + length] = node.any_version()[:length]
+            pages[start : start + length] = node.any_version(slice(length))
             end = start + length
-        resident = pages[pages >= 0]
-        self._references[resident] += 1
-        self._used[resident] = now
+            derived += [version[:length] for shift, version in node.versions.items() if shift]
         receipt = next(self._receipts)
-        self._leases[receipt] = resident
+        self._leases[receipt] = _NO_TOKENS
+        self._lease(receipt, pages[pages >= 0])
+        self._leave(np.concatenate(derived), timeline)
         encoded = timeline.birth[: timeline.count] + np.where(pages >= 0, self._shift[pages], 0)
         return MatchResult(pages, encoded, receipt, end)
+
+    def lease_versions(
+        self, match: MatchResult, timeline: Timeline, salt: str, views: Sequence[View]
+    ) -> list[np.ndarray]:
+        found = [np.full(len(view.indices), -1, np.int32) for view in views]
+        for node, start, length in self._walk(timeline, salt):
+            for view, pages in zip(views, found, strict=True):
+                first, last = np.searchsorted(view.indices, (start, start + length))
+                offsets, shifts = view.indices[first:last] - start, view.shifts[first:last]
+                for shift, version in node.versions.items():
+                    there = np.flatnonzero(shifts == shift)
+                    pages[first + there] = version[offsets[there]]
+        pages = np.unique(np.concatenate([_NO_TOKENS, *found]))
+        held = self._leases[match.receipt]
+        self._lease(match.receipt, np.setdiff1d(pages[pages >= 0], held, assume_unique=True))
+        return found
 
     def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:
         held = self._leases.pop(match.receipt)
@@ -104,57 +129,58 @@ class RadixCache:
             leaving = pages
             self._leases[match.receipt] = np.setdiff1d(held, pages, assume_unique=True)
         self._references[leaving] -= 1
-        dropped = match.pages[timeline.dropped[: len(match.pages)] < timeline.num_epochs]
-        self._dropped[leaving] = np.isin(leaving, dropped)
-        self._used[leaving] = next(self._clock)
+        self._rest(leaving[self._references[leaving] == 0], timeline)
 
-    def keep(self, timeline: Timeline, salt: str, pages: np.ndarray) -> np.ndarray:
+    def keep(
+        self,
+        timeline: Timeline,
+        salt: str,
+        pages: np.ndarray,
+        positions: np.ndarray | None = None,
+        match: MatchResult | None = None,
+    ) -> np.ndarray:
         own = np.flatnonzero(pages >= 0)
         if not len(own):
             return pages[own]
-        now = next(self._clock)
-        refused = []
-        runs, rests = self._grow(timeline, salt, int(own[-1]) + 1, now)
-        for node, start in runs:
-            offered = pages[start : start + len(node.tokens)]
-            there = node.versions.setdefault(0, np.full(len(node.tokens), -1, np.int32))
-            taken = np.flatnonzero((offered >= 0) & (there < 0))
-            refused.append(offered[(offered >= 0) & (there >= 0)])
-            new = offered[taken]
-            there[taken] = new
-            if not (there >= 0).any():
-                del node.versions[0]
-            self._pool.to_cached(new)
-            self._owner[new], self._offset[new], self._index[new] = node.number, taken, start + taken
-            self._shift[new] = 0
-            self._used[new] = now
-            self._dropped[new] = timeline.dropped[start + taken] < timeline.num_epochs
+        shifts = np.zeros_like(pages) if positions is None else positions - timeline.birth[: len(pages)]
+        taken = [_NO_TOKENS]
+        runs, rests = self._grow(timeline, salt, int(own[-1]) + 1, next(self._clock))
+        for run, begin in runs:
+            stop = begin + len(run.tokens)
+            for node, start in self._pieces(run, begin, np.where(pages[begin:stop] >= 0, shifts[begin:stop], 0)):
+                stop = start + len(node.tokens)
+                taken.append(self._take(node, start, pages[start:stop], shifts[start:stop]))
         for rest in rests:
             self._prune(rest)
+        new = np.concatenate(taken)
+        self._pool.to_cached(new)
+        if match is None:
+            self._rest(new, timeline)
+        else:
+            self._lease(match.receipt, new)
         self._forget()
-        return np.concatenate([np.zeros(0, np.int32), *refused])
+        return np.setdiff1d(pages[own], new, assume_unique=True)
 
     def evictable(self) -> int:
-        return int(((self._owner >= 0) & (self._references == 0)).sum())
+        return len(self._idle)
 
     def evict(self, count: int) -> int:
-        if count <= 0:
-            return 0
-        idle = np.flatnonzero((self._owner >= 0) & (self._references == 0))
-        # Dropped by their last user first, then the least recently used; of one path its end first.
-        order = np.lexsort((-self._index[idle], self._used[idle], ~self._dropped[idle]))
-        chosen = idle[order[:count]]
-        self._remove(chosen)
-        return len(chosen)
+        pages = self._idle.take(count)
+        for number, evicted in enumerate(np.bincount(self._idle.classes(pages), minlength=len(EvictionClass)).tolist()):
+            self.stats.evicted[number] += evicted
+        self._remove(pages)
+        return len(pages)
 
     def flush(self) -> int:
-        return self.evict(len(self._owner))
+        pages = self._idle.take(len(self._idle))
+        self._remove(pages)
+        return len(pages)
 
     def cached_pages(self) -> list[np.ndarray]:
         return [pages[pages >= 0] for node in self._nodes.values() for pages in node.versions.values()]
 
     def leased(self) -> int:
-        return int(((self._owner >= 0) & (self._references > 0)).sum())
+        return self._pages - len(self._idle)
 
     @property
     def remembered(self) -> int:
@@ -168,33 +194,113 @@ class RadixCache:
             references[pages] += 1
         if not np.array_equal(references, self._references):
             raise PageError("leases and reference counts disagree")
-        owned = 0
+        tokens = tombstones = 0
         for number, node in self._nodes.items():
+            tokens += len(node.tokens)
+            tombstones += int((node.any_version(slice(None)) < 0).sum())
             good = node.parent is None or node.parent.children.get(node.edge) is node
             for shift, pages in node.versions.items():
                 there = np.flatnonzero(pages >= 0)
-                owned += len(there)
-                named = self._owner[pages[there]] == number
-                named &= (self._offset[pages[there]] == there) & (self._shift[pages[there]] == shift)
-                good = good and len(pages) == len(node.tokens) and len(there) > 0 and bool(named.all())
-            if not good:
+                named = (self._owner[pages[there]] == number) & (self._offset[pages[there]] == there)
+                named &= self._shift[pages[there]] == shift
+                good &= len(pages) == len(node.tokens) and len(there) == node.resident[shift] > 0 and bool(named.all())
+            if not good or node.versions.keys() != node.resident.keys():
                 raise PageError(f"node {number} is malformed")
-        if owned != int((self._owner >= 0).sum()) or self._tokens != sum(len(n.tokens) for n in self._nodes.values()):
+        cached = np.concatenate([_NO_TOKENS, *self.cached_pages()])
+        counts = len(cached), tokens, tombstones, int((self._shift[cached] != 0).sum())
+        if counts != (self._pages, self._tokens, self.stats.tombstones, self.stats.versions):
             raise PageError("pages or tokens of the tree are counted wrong")
+        idle = self._idle.idle(np.arange(len(self._owner)))
+        if not np.array_equal(idle, (self._owner >= 0) & (references == 0)) or idle.sum() != len(self._idle):
+            raise PageError("the pages that may be evicted are not those that nobody leases")
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    def _lease(self, receipt: int, pages: np.ndarray) -> None:
+        """Add pages to a lease that does not have them yet."""
+        self._references[pages] += 1
+        self._idle.withdraw(pages)
+        self._leases[receipt] = np.concatenate([self._leases[receipt], pages])
+
+    def _rest(self, pages: np.ndarray, timeline: Timeline) -> None:
+        """Cached pages that nobody leases now, the last to do so for this history. Of one path its end goes first."""
+        pages = pages[np.argsort(self._index[pages], kind="stable")]
+        self._idle.put(pages, self._classes(pages, timeline))
+
+    def _leave(self, derived: np.ndarray, timeline: Timeline) -> None:
+        """Of versions on its path, a history leaves behind those that are not where their entries end up (C5)."""
+        if self._eviction == "lru":
+            return
+        derived = derived[derived >= 0]
+        derived = derived[self._idle.idle(derived)]
+        derived = derived[self._idle.classes(derived) == EvictionClass.FINISHED_DERIVED]
+        if len(derived):
+            self._rest(derived[self._classes(derived, timeline) == EvictionClass.LEFT_DERIVED], timeline)
+
+    def _classes(self, pages: np.ndarray, timeline: Timeline) -> np.ndarray:
+        """What these pages are to a history that has all of them on its path: `EvictionClass`, uint8."""
+        index, shift = self._index[pages], self._shift[pages]
+        left = timeline.dropped[index] != NEVER
+        if self._reposition == "copy" and len(pages):
+            view = timeline.view(timeline.num_epochs - 1)
+            ends = np.full(timeline.count, -1, np.int32)
+            ends[view.indices] = view.shifts
+            left |= ends[index] != shift
+        return (EvictionClass.FINISHED_BIRTH - 2 * left - (shift != 0)).astype(np.uint8)
+
+    def _take(self, node: _Node, start: int, pages: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+        """Put offered pages (of each token of a run, -1: none) where it has none; returns those that were put."""
+        taken = [_NO_TOKENS]
+        for shift in np.unique(shifts[pages >= 0]).tolist():
+            version = node.versions.get(shift)
+            version = np.full(len(node.tokens), -1, np.int32) if version is None else version
+            at = np.flatnonzero((pages >= 0) & (shifts == shift) & (version < 0))
+            if not len(at):
+                continue
+            self.stats.tombstones -= int((node.any_version(at) < 0).sum())
+            self.stats.versions += len(at) if shift else 0
+            new = version[at] = pages[at]
+            node.versions[shift] = version
+            node.resident[shift] = node.resident.get(shift, 0) + len(at)
+            self._owner[new], self._offset[new], self._shift[new] = node.number, at, shift
+            self._index[new] = start + at
+            taken.append(new)
+        new = np.concatenate(taken)
+        self._pages += len(new)
+        return new
+
+    def _remove(self, pages: np.ndarray) -> None:
+        """Free cached pages that nobody leases, and the paths on which nothing is left."""
+        self._idle.withdraw(pages)
+        pages = pages[np.lexsort((self._shift[pages], self._owner[pages]))]
+        breaks = (np.diff(self._owner[pages]) != 0) | (np.diff(self._shift[pages]) != 0)
+        for group in np.split(pages, np.flatnonzero(breaks) + 1) if len(pages) else ():
+            node, shift = self._nodes[int(self._owner[group[0]])], int(self._shift[group[0]])
+            at = self._offset[group]
+            node.versions[shift][at] = -1
+            node.resident[shift] -= len(group)
+            if node.resident[shift] == 0:
+                del node.versions[shift], node.resident[shift]
+            self.stats.tombstones += int((node.any_version(at) < 0).sum())
+            self.stats.versions -= len(group) if shift else 0
+            self._prune(node)
+        self._owner[pages] = -1
+        self._pages -= len(pages)
+        self._pool.free(pages)
 
     # -- the tree ----------------------------------------------------------------------------------------------------
 
     def _walk(self, timeline: Timeline, salt: str) -> Iterator[tuple[_Node, int, int]]:
         """Runs on the path of the history: (node, logical index of its first token, tokens of it that agree)."""
         node = self._roots.get(salt)
-        for edge, start, stop in _steps(timeline):
+        for edge, start, stop in steps(timeline):
             node = node if edge is None or node is None else node.children.get(edge)
             at = start
             while node is not None and at < stop:
                 node = node.children.get(int(timeline.tokens[at]))
                 if node is None:
                     return
-                length = _common(node.tokens, timeline.tokens[at:stop])
+                length = common(node.tokens, timeline.tokens[at:stop])
                 yield node, at, length
                 at += length
                 if length < len(node.tokens):
@@ -208,9 +314,9 @@ class RadixCache:
         Returns its runs, each with its first logical index; and what was cut off runs, which may hold nothing.
         """
         if salt not in self._roots:
-            self._roots[salt] = self._add(None, b"", _NO_TOKENS, now)
+            self._roots[salt] = self._add(None, salt, _NO_TOKENS, now)
         node, runs, rests = self._roots[salt], [], []
-        for edge, start, stop in _steps(timeline):
+        for edge, start, stop in steps(timeline):
             if start >= end:
                 break
             if edge is not None:
@@ -221,7 +327,7 @@ class RadixCache:
                 if child is None:
                     tokens = timeline.tokens[at:stop].copy()
                     child = self._add(node, int(tokens[0]), tokens, now)
-                length = _common(child.tokens, timeline.tokens[at:stop])
+                length = common(child.tokens, timeline.tokens[at:stop])
                 if length < len(child.tokens):
                     rests.append(child)
                     child = self._split(child, length)
@@ -234,6 +340,7 @@ class RadixCache:
         node = _Node(next(self._numbers), parent, edge, tokens, now)
         self._nodes[node.number] = node
         self._tokens += len(tokens)
+        self.stats.tombstones += len(tokens)
         if parent is not None:
             parent.children[edge] = node
         return node
@@ -241,85 +348,57 @@ class RadixCache:
     def _split(self, node: _Node, length: int) -> _Node:
         """Cut a run in two; returns the first part, which is a new node. Leases are on pages and do not notice."""
         assert node.parent is not None
-        self._tokens -= length
         first = self._add(node.parent, node.edge, node.tokens[:length], node.last_used)
+        self._tokens -= length
+        self.stats.tombstones -= length
         node.parent, node.edge = first, int(node.tokens[length])
         node.tokens = node.tokens[length:]
         first.children[node.edge] = node
-        versions, node.versions = node.versions, {}
+        versions, node.versions, node.resident = node.versions, {}, {}
         for shift, pages in versions.items():
             for part, own in ((first, pages[:length].copy()), (node, pages[length:].copy())):
                 there = np.flatnonzero(own >= 0)
                 if len(there):
-                    part.versions[shift] = own
+                    part.versions[shift], part.resident[shift] = own, len(there)
                     self._owner[own[there]], self._offset[own[there]] = part.number, there
         return first
 
-    def _remove(self, pages: np.ndarray) -> None:
-        """Free cached pages that nobody leases, and the paths on which nothing is left."""
-        pages = pages[np.lexsort((self._shift[pages], self._owner[pages]))]
-        breaks = (np.diff(self._owner[pages]) != 0) | (np.diff(self._shift[pages]) != 0)
-        for group in np.split(pages, np.flatnonzero(breaks) + 1):
-            if len(group):
-                node, shift = self._nodes[int(self._owner[group[0]])], int(self._shift[group[0]])
-                node.versions[shift][self._offset[group]] = -1
-                if not (node.versions[shift] >= 0).any():
-                    del node.versions[shift]
-                    self._prune(node)
-        self._owner[pages] = -1
-        self._pool.free(pages)
+    def _pieces(self, node: _Node, start: int, shifts: np.ndarray) -> list[tuple[_Node, int]]:
+        """A run and its first logical index, cut where it is to get many short stretches of different shifts."""
+        pieces, at = [], 0
+        for cut in (np.flatnonzero(np.diff(shifts)) + 1)[_MOST_STRETCHES - 1 :: _MOST_STRETCHES].tolist():
+            pieces.append((self._split(node, cut - at), start + at))
+            at = cut
+        return [*pieces, (node, start + at)]
 
     def _prune(self, node: _Node) -> None:
         """Remove a node that holds nothing and leads nowhere, then its parent if that is now one, and so on."""
         while node.parent is not None and not node.children and not node.versions:
             del node.parent.children[node.edge], self._nodes[node.number]
             self._tokens -= len(node.tokens)
+            self.stats.tombstones -= len(node.tokens)
             node = node.parent
         if node.parent is None and not node.children:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+            self._roots.pop(str(node.edge), None)
             self._nodes.pop(node.number, None)
 
     def _forget(self) -> None:
         """Keep the remembered tokens within bounds: the ends of the oldest paths go first (C5)."""
         if self._tokens <= self._max_tokens:
             return
+        # Somewhat more than need be, for it takes a look at every leaf.
+        bound = self._max_tokens - self._max_tokens // 16
         leaves = [(node.last_used, node.number) for node in self._nodes.values() if not node.children]
         heapq.heapify(leaves)
-        while leaves and self._tokens > self._max_tokens:
+        while leaves and self._tokens > bound:
             leaf = self._nodes[heapq.heappop(leaves)[1]]
-            pages, parent = _joined(leaf.versions.values()), leaf.parent
+            pages, parent = np.concatenate([_NO_TOKENS, *(p[p >= 0] for p in leaf.versions.values())]), leaf.parent
             if self._references[pages].any():
                 continue
+            self.stats.forgotten += len(pages)
             self._remove(pages)
             # Whatever was empty above the leaf has gone with it.
             while parent is not None and parent.number not in self._nodes:
                 parent = parent.parent
             if parent is not None and not parent.children:
                 heapq.heappush(leaves, (parent.last_used, parent.number))
-
-
-def _steps(timeline: Timeline) -> Iterator[tuple[_Edge | None, int, int]]:
-    """The canonical history by epochs: (the operation that begins it, first logical index, one past its last)."""
-    dropped = timeline.dropped[: timeline.count]
-    order = np.argsort(dropped, kind="stable").astype(np.int32)
-    bounds = np.searchsorted(dropped[order], np.arange(timeline.num_epochs + 1))
-    repositions = set(timeline.repositions)
-    for epoch in range(timeline.num_epochs):
-        edge: _Edge | None = None
-        if epoch in repositions:
-            edge = _REPOSITION
-        elif epoch:
-            edge = order[bounds[epoch] : bounds[epoch + 1]].tobytes()
-        yield edge, timeline.starts[epoch], timeline.stop(epoch)
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading tokens agree."""
-    size = min(len(a), len(b))
-    different = a[:size] != b[:size]
-    return int(different.argmax()) if different.any() else size
-
-
-def _joined(versions: Iterable[np.ndarray]) -> np.ndarray:
-    """The pages of several versions, int32."""
-    return np.concatenate([_NO_TOKENS, *(pages[pages >= 0] for pages in versions)])
