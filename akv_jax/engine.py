@@ -289,7 +289,8 @@ def _usage(job: Job, window: int | None) -> Usage:
     assert sequence is not None
     # Retracted attempts count: what they computed were queries of this request too.
     computed = np.union1d(job.queried, sequence.compute)
-    kinds = classify(timeline, computed, window)
+    made = None if sequence.versions is None else [*job.made, *sequence.made]
+    kinds = classify(timeline, computed, window, made)
     return Usage(
         prompt_tokens=timeline.count,
         computed_tokens=kinds.computed,

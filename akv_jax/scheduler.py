@@ -19,6 +19,7 @@ from akv_jax.config import EngineConfig
 from akv_jax.errors import Reason, RequestError
 from akv_jax.planning.restore import compute_set
 from akv_jax.planning.sequence import Chunk, PlacedChunk, Released, Sequence, peak_pages
+from akv_jax.planning.versions import Places
 from akv_jax.planning.visibility import Timeline
 
 
@@ -37,10 +38,14 @@ class Job:
     #: Before its first token, in earlier attempts that were retracted: what was computed, and in how many steps.
     queried: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     forwards: int = 0
+    #: What they made copies for: logical indices and positions.
+    made: list[Places] = field(default_factory=list)
     #: Tokens that its first attempt had to restore; None before that.
     restored: int | None = None
     #: At least one token was sampled.
     decoding: bool = False
+    #: What it has computed is in the cache while it runs.
+    shared: bool = False
     last_served: int = -1
 
     @property
@@ -128,15 +133,26 @@ class Scheduler:
         if not job.decoding:
             job.queried = np.union1d(job.queried, sequence.compute[: sequence.cursor])
             job.forwards += sequence.forwards
-        births, private = sequence.birth_pages(), sequence.private_pages()
-        self.pool.free(np.setdiff1d(private, births[births >= 0], assume_unique=True))
-        self._offer(job, births)
+            job.made += sequence.made
+        births, (versions, positions) = sequence.birth_pages(), sequence.version_pages()
+        offered = np.concatenate([births[births >= 0], versions[versions >= 0]])
+        self.pool.free(np.setdiff1d(sequence.private_pages(), offered, assume_unique=True))
+        self._offer(job, births, versions, positions)
         self.cache.release(sequence.match, job.timeline)
 
-    def _offer(self, job: Job, births: np.ndarray) -> None:
+    def _offer(self, job: Job, births: np.ndarray, versions: np.ndarray, positions: np.ndarray) -> None:
         """The cache may keep these pages; what it does not take is free."""
-        if len(births):
-            self.pool.free(self.cache.keep(job.timeline, job.salt, births))
+        self.pool.free(self.cache.keep(job.timeline, job.salt, births))
+        self.pool.free(self.cache.keep(job.timeline, job.salt, versions, positions))
+
+    def _share(self, job: Job) -> None:
+        """The prompt is computed: from now on others may read what it has. What the cache has already stays private."""
+        assert job.sequence is not None
+        job.shared = True
+        births, (versions, positions) = job.sequence.birth_pages(), job.sequence.version_pages()
+        for pages, places in ((births, None), (versions, positions)):
+            refused = self.cache.keep(job.timeline, job.salt, pages, places, job.sequence.match)
+            job.sequence.give(np.setdiff1d(pages[pages >= 0], refused, assume_unique=True))
 
     def _peak(self, timeline: Timeline, logits_at: tuple[int, ...]) -> int:
         """Most pages at one moment before the next sampled token, computed from nothing (DESIGN A7)."""
@@ -168,11 +184,26 @@ class Scheduler:
         job.sequence = Sequence(
             job.timeline, match, window=self.window, mode=self.config.reposition, logits_at=logits_at
         )
+        if self.config.reposition == "copy" and match.known:
+            views = job.sequence.views()
+            versions = self.cache.lease_versions(match, job.timeline, job.salt, [view for _, view in views])
+            job.sequence.expect(views, versions)
         job.restored = job.sequence.restored if job.restored is None else job.restored
+        job.shared = False
+        self._count(job.sequence)
         self._release(job, job.sequence.let_go())
         # It takes its turn after those that have waited as long.
         job.last_served = self._steps - 1
         self.running.append(job)
+
+    def _count(self, sequence: Sequence) -> None:
+        stats, size = self.cache.stats, len(sequence.compute)
+        exact, rotated = sequence.hits()
+        stats.hits_exact += exact
+        stats.hits_rotated += rotated
+        stats.misses += int((sequence.match.pages[sequence.compute] < 0).sum())
+        stats.restored += sequence.restored
+        stats.closures[size.bit_length()] += 1
 
     def _retract(self, job: Job) -> None:
         """Take a running job's pages; it waits again in its old place."""
@@ -203,13 +234,18 @@ class Scheduler:
     def advance(self, schedule: Schedule) -> None:
         """The step has run: free what no later query reads."""
         for part in schedule.parts:
-            assert part.job.sequence is not None
-            self._release(part.job, part.job.sequence.advance(part.chunk))
+            job, sequence, stats = part.job, part.job.sequence, self.cache.stats
+            assert sequence is not None
+            stats.rotations += sum(len(moves.source) for moves in part.placed.moves)
+            stats.hops += part.placed.hops
+            self._release(job, sequence.advance(part.chunk))
+            if sequence.remaining == 0 and not job.shared:
+                self._share(job)
 
     def _release(self, job: Job, pages: Released) -> None:
         assert job.sequence is not None
-        self.pool.free(pages.copies)
-        self._offer(job, pages.births)
+        self.pool.free(pages.useless)
+        self._offer(job, pages.births, pages.versions, pages.positions)
         if len(pages.leased):
             self.cache.release(job.sequence.match, job.timeline, pages.leased)
 
@@ -219,8 +255,7 @@ class Scheduler:
             chunk = job.sequence.next_chunk(size)
             short = chunk.pages_needed - self.pool.num_free
             if short > 0:
-                # A few more than needed: choosing costs more than freeing.
-                self.cache.evict(max(short, self.pool.num_pages // 64))
+                self.cache.evict(short)
             left = self._left(schedule)
             chunk = _fitting(job.sequence, chunk, left)
             if chunk is not None:
@@ -245,10 +280,12 @@ class Scheduler:
     def _start_over(self, job: Job) -> bool:
         """Compute a request from nothing, which fits by `peak`, if what it leases stands in its way.
 
-        What only later queries read is leased from the start, and may fill the room that holes before it need.
+        What only later queries read is leased from the start, and may fill the room that holes before it need; and
+        turning versions back takes room that is not needed where births are at hand.
         """
-        assert job.sequence is not None
-        if job.sequence.computes_last_epoch or not (job.sequence.match.pages >= 0).any():
+        sequence = job.sequence
+        assert sequence is not None
+        if not (sequence.match.pages >= 0).any() or (sequence.computes_last_epoch and not sequence.turns_back):
             return False
         self._stop(job)
         self.cache.flush()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from akv_jax.planning.visibility import Timeline
+from akv_jax.planning.visibility import NEVER, Timeline
 
 #: A drop is the bytes of its int32 indices, ascending, and so never this, whose length is no multiple of four.
 REPOSITION = b"reposition"
@@ -15,7 +15,8 @@ REPOSITION = b"reposition"
 def steps(timeline: Timeline) -> Iterator[tuple[bytes | None, int, int]]:
     """The canonical history by epochs: (the operation that begins it, first logical index, one past its last)."""
     dropped = timeline.dropped[: timeline.count]
-    order = np.argsort(dropped, kind="stable").astype(np.int32)
+    gone = np.flatnonzero(dropped != NEVER)
+    order = gone[np.argsort(dropped[gone], kind="stable")].astype(np.int32)
     bounds = np.searchsorted(dropped[order], np.arange(timeline.num_epochs + 1))
     repositions = set(timeline.repositions)
     for epoch in range(timeline.num_epochs):

@@ -142,7 +142,11 @@ class RadixCache:
         own = np.flatnonzero(pages >= 0)
         if not len(own):
             return pages[own]
-        shifts = np.zeros_like(pages) if positions is None else positions - timeline.birth[: len(pages)]
+        offered, shifts = pages, np.zeros_like(pages)
+        if positions is not None:
+            # K that was turned back to its birth is not quite what it was: no birth version (see `base.KVCache`).
+            shifts = positions - timeline.birth[: len(pages)]
+            pages = np.where(shifts == 0, -1, pages)
         taken = [_NO_TOKENS]
         runs, rests = self._grow(timeline, salt, int(own[-1]) + 1, next(self._clock))
         for run, begin in runs:
@@ -159,7 +163,7 @@ class RadixCache:
         else:
             self._lease(match.receipt, new)
         self._forget()
-        return np.setdiff1d(pages[own], new, assume_unique=True)
+        return np.setdiff1d(offered[own], new, assume_unique=True)
 
     def evictable(self) -> int:
         return len(self._idle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from akv_jax.cache.pages import SCRATCH_PAGE
 from akv_jax.config import RepositionMode
 from akv_jax.planning.plan import Moves
 from akv_jax.planning.restore import compute_set
+from akv_jax.planning.versions import Places, Versions
 from akv_jax.planning.visibility import NEVER, Timeline, View
 
 
@@ -25,7 +27,7 @@ class Chunk:
 
     indices: np.ndarray
     views: tuple[tuple[int, int, View], ...]
-    copies: tuple[tuple[np.ndarray, np.ndarray], ...]
+    copies: tuple[Places, ...]
     #: How many of the queries keep their K and V; resident ones are only computed for their logits.
     stored: int
     #: Entries of all its page lists, and queries whose logits are asked for.
@@ -59,18 +61,22 @@ class PlacedChunk:
     moves: tuple[Moves, ...]
     #: Offsets of the queries whose logits are asked for.
     logits: np.ndarray
+    #: How many of the moves are from a version that was itself rotated from another.
+    hops: int
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
     """Pages that no later query of a sequence reads, int32.
 
-    births: by logical index [T], its own page with K and V at birth, or -1. copies: its own copies of others.
-    leased: the cache's.
+    births, versions: by logical index [T], its own page with K and V at birth, or at `positions`; -1 for none.
+    useless: its own, for positions that no query will have again. leased: the cache's.
     """
 
     births: np.ndarray
-    copies: np.ndarray
+    versions: np.ndarray
+    positions: np.ndarray
+    useless: np.ndarray
     leased: np.ndarray
 
 
@@ -92,6 +98,7 @@ class _DecodeList:
 
 
 _NOTHING = np.zeros(0, np.int32)
+_NOTHING_RELEASED = Released(*(_NOTHING,) * 5)
 
 
 class Sequence:
@@ -117,10 +124,10 @@ class Sequence:
         self._page_of, self._encoded = match.pages.copy(), match.encoded.copy()
         self._private = np.zeros(timeline.count, bool)
         self._computed = np.zeros(timeline.count, bool)
-        self._copy_page = np.full(timeline.count, -1, np.int32)
-        self._copy_position = np.zeros(timeline.count, np.int32)
+        self.versions = Versions(timeline.count) if mode == "copy" else None
+        #: Of pages in the cache: the last epoch whose queries read them or copies made from them.
+        self._read_until = np.full(timeline.count, NEVER, np.int32)
         self._decode_list: _DecodeList | None = None
-        self._retired: list[np.ndarray] = []
 
     @property
     def remaining(self) -> int:
@@ -132,6 +139,29 @@ class Sequence:
         """Whether the next query is after the last operation."""
         return int(self.compute[self.cursor]) >= self.timeline.starts[-1]
 
+    def views(self) -> list[tuple[int, View]]:
+        """Every epoch of which a query runs, the one that generated tokens are in included, and its whole view."""
+        epochs = np.searchsorted(self.timeline.starts, self.compute, side="right") - 1
+        epochs = sorted({*np.unique(epochs).tolist(), self.timeline.num_epochs - 1})
+        return [(epoch, self.timeline.view(epoch)) for epoch in epochs]
+
+    def expect(self, views: Many[tuple[int, View]], pages: Many[np.ndarray]) -> None:
+        """The cache has leased these `pages` (see `KVCache.lease_versions`) for these `views`, all that there are.
+
+        They are read in place of copies; and what the match found is only read where it is itself in place, or until
+        the last epoch for which it is the source of a copy.
+        """
+        assert self.versions is not None and self.cursor == 0
+        matched = self.match.pages >= 0
+        until, last = np.full(len(matched), -1, np.int32), np.full(len(matched), -1, np.int32)
+        for (epoch, view), found in zip(views, pages, strict=True):
+            elsewhere = (found >= 0) & (found != self.match.pages[view.indices])
+            until[view.indices[~elsewhere]] = epoch
+            new = elsewhere & (found != last[view.indices])
+            self.versions.expect(epoch, view.indices[new], view.positions[new], found[new])
+            last[view.indices[new]] = found[new]
+        self._read_until[matched] = until[matched]
+
     def append(self, token: int) -> None:
         """A sampled token becomes the next query."""
         self.timeline.append(token)
@@ -140,11 +170,13 @@ class Sequence:
         self.wanted = self.compute
         if index >= len(self._page_of):
             room = max(256, index // 4)
-            self._page_of, self._copy_page = (
-                np.pad(a, (0, room), constant_values=-1) for a in (self._page_of, self._copy_page)
+            self._page_of = np.pad(self._page_of, (0, room), constant_values=-1)
+            self._encoded, self._private, self._computed = (
+                np.pad(a, (0, room)) for a in (self._encoded, self._private, self._computed)
             )
-            self._encoded, self._copy_position = (np.pad(a, (0, room)) for a in (self._encoded, self._copy_position))
-            self._private, self._computed = (np.pad(a, (0, room)) for a in (self._private, self._computed))
+            if self.versions is not None:
+                self._read_until = np.pad(self._read_until, (0, room), constant_values=NEVER)
+                self.versions.grow(room)
         self._encoded[index] = self.timeline.birth[index]
 
     def next_chunk(self, size: int) -> Chunk:
@@ -159,23 +191,17 @@ class Sequence:
         views = tuple(
             (s, int(epochs[s - 1]), self.timeline.view(int(epochs[s - 1]), int(indices[s - 1]) + 1)) for s in stops
         )
-        copies = self._copies(indices, [view for _, _, view in views])
+        copies = self._copies(indices, [(epoch, view) for _, epoch, view in views])
         return Chunk(indices, views, copies, stored, sum(len(view.indices) for _, _, view in views), logits)
 
-    def _copies(self, queries: np.ndarray, views: list[View]) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        if self.mode == "on_read":
+    def _copies(self, queries: np.ndarray, views: list[tuple[int, View]]) -> tuple[Places, ...]:
+        if self.versions is None:
             return ()
-        at, copies = self._copy_position.copy(), []
-        made, there = self._copy_page >= 0, self._page_of >= 0
+        # Where every layer has a window, what no query can see need not be resident.
+        there = self._page_of >= 0
         there[queries] = True
-        for view in views:
-            # Where every layer has a window, what no query can see need not be resident.
-            new = there[view.indices] & (view.positions != self._encoded[view.indices])
-            new &= ~(made[view.indices] & (at[view.indices] == view.positions))
-            indices, positions = view.indices[new], view.positions[new]
-            at[indices], made[indices] = positions, True
-            copies.append((indices, positions))
-        return tuple(copies)
+        turned = [there[view.indices] & (view.positions != self._encoded[view.indices]) for _, view in views]
+        return self.versions.missing(views, turned)
 
     def place(self, chunk: Chunk, pages: np.ndarray) -> PlacedChunk:
         """Put `chunk` on `pages` (int32 [chunk.pages_needed]): first its queries in order, then its copies."""
@@ -189,6 +215,7 @@ class Sequence:
             lists, moves = (self._decode_list.extended(int(self._page_of[chunk.indices[0]]), position),), ()
         else:
             lists, moves = self._place_views(chunk, pages[chunk.stored :])
+        rotated = [self._encoded[indices] != self.timeline.birth[indices] for indices, _ in chunk.copies]
         return PlacedChunk(
             chunk.indices,
             self.timeline.tokens[chunk.indices],
@@ -197,18 +224,17 @@ class Sequence:
             lists,
             moves,
             np.flatnonzero(np.isin(chunk.indices, self.wanted)),
+            sum(map(np.count_nonzero, rotated)),
         )
 
     def _place_views(self, chunk: Chunk, pages: np.ndarray) -> tuple[tuple[ReadList, ...], tuple[Moves, ...]]:
         lists, moves = [], []
         for segment, (stop, epoch, view) in enumerate(chunk.views):
-            if self.mode == "copy":
-                indices, positions = chunk.copies[segment]
+            if self.versions is not None:
+                indices, positions = copies = chunk.copies[segment]
                 targets, pages = pages[: len(indices)], pages[len(indices) :]
                 moves.append(Moves(self._page_of[indices], targets, positions - self._encoded[indices]))
-                # The versions that these replace may still be read by this very step.
-                self._retired.append(self._copy_page[indices][self._copy_page[indices] >= 0])
-                self._copy_page[indices], self._copy_position[indices] = targets, positions
+                self.versions.place(epoch, view, copies, targets)
             lists.append(self._read_list(stop, view))
             if stop == len(chunk.indices) and epoch == self.timeline.num_epochs - 1 and stop == self.remaining:
                 self._decode_list = _DecodeList(lists[-1])
@@ -216,8 +242,9 @@ class Sequence:
 
     def _read_list(self, stop: int, view: View) -> ReadList:
         pages, shifts = self._page_of[view.indices], view.positions - self._encoded[view.indices]
-        if self.mode == "copy":
-            pages = np.where(shifts != 0, self._copy_page[view.indices], pages)
+        if self.versions is not None:
+            elsewhere = (pages < 0) | (shifts != 0)
+            pages = np.where(elsewhere, self.versions.page[view.indices], pages)
             shifts = np.zeros_like(shifts)
         # As in `_copies`.
         there = pages >= 0
@@ -230,32 +257,75 @@ class Sequence:
         self.cursor += len(chunk.indices)
         self.forwards += 1
         self._computed[chunk.indices] = True
-        retired, self._retired = self._retired, []
-        released = self.let_go() if chunk.views else Released(_NOTHING, _NOTHING, _NOTHING)
-        return replace(released, copies=np.concatenate([released.copies, *retired]))
+        if not chunk.views:
+            return _NOTHING_RELEASED
+        useless, returned = (_NOTHING, _NOTHING) if self.versions is None else self.versions.ran()
+        released = self.let_go()
+        return replace(released, useless=useless, leased=np.concatenate([released.leased, returned]))
 
     def let_go(self) -> Released:
-        """Give up the pages of entries that are dropped before the next query."""
+        """Give up the pages that are not read from the next query on."""
         epoch = self.timeline.num_epochs - 1
         if self.remaining:
             epoch = self.timeline.epoch_of(int(self.compute[self.cursor]))
         count = self.timeline.count
-        gone = np.flatnonzero((self.timeline.dropped[:count] <= epoch) & (self._page_of[:count] >= 0))
-        pages, own, copies = self._page_of[gone], self._private[gone], self._copy_page[gone]
-        births = np.full(count, -1, np.int32)
-        births[gone[own]] = pages[own]
-        self._page_of[gone] = self._copy_page[gone] = -1
-        return Released(births, copies[copies >= 0], pages[~own])
+        gone = dropped = self.timeline.dropped[:count] <= epoch
+        positions = versions = births = np.full(count, -1, np.int32)
+        leased = _NOTHING
+        if self.versions is not None:
+            gone = dropped | (self._read_until[:count] < epoch)
+            if self._decode_list is not None:
+                # What the last view reads another version of is not read itself.
+                gone |= self.versions.page[:count] >= 0
+            indices = np.flatnonzero(dropped & (self.versions.page[:count] >= 0))
+            positions, versions = self.versions.position[:count].copy(), versions.copy()
+            versions[indices], leased = self.versions.drop(indices)
+        gone = np.flatnonzero(gone & (self._page_of[:count] >= 0))
+        pages, private = self._page_of[gone], self._private[gone]
+        births = births.copy()
+        births[gone[private]] = pages[private]
+        self._page_of[gone] = -1
+        return Released(births, versions, positions, _NOTHING, np.concatenate([pages[~private], leased]))
 
     @property
     def held(self) -> int:
         """Pages in use by this sequence, leased ones included."""
-        return int((self._page_of >= 0).sum() + (self._copy_page >= 0).sum()) + sum(map(len, self._retired))
+        return int((self._page_of >= 0).sum()) + (0 if self.versions is None else self.versions.held)
+
+    @property
+    def turns_back(self) -> bool:
+        """Whether it holds a version of the cache's that is neither at its birth nor where its entry ends up."""
+        count = len(self.match.pages)
+        derived = (self._page_of[:count] >= 0) & (self.match.encoded != self.timeline.birth[:count])
+        if not derived.any():
+            return False
+        view = self.timeline.view(self.timeline.num_epochs - 1, count)
+        return bool((derived[view.indices] & (self.match.encoded[view.indices] != view.positions)).any())
 
     def private_pages(self) -> np.ndarray:
         """Every page that belongs to this sequence alone: int32."""
-        copies = self._copy_page[self._copy_page >= 0]
-        return np.concatenate([self._page_of[self._private & (self._page_of >= 0)], copies, *self._retired])
+        births = self._page_of[self._private & (self._page_of >= 0)]
+        return births if self.versions is None else np.concatenate([births, self.versions.own_pages()])
+
+    def give(self, pages: np.ndarray) -> None:
+        """These of its own pages are the cache's now, and leased to this sequence."""
+        self._private &= ~np.isin(self._page_of, pages)
+        if self.versions is not None:
+            self.versions.give(pages)
+
+    @property
+    def made(self) -> list[Places]:
+        """What its steps so far have made copies for."""
+        return [] if self.versions is None else self.versions.made
+
+    def hits(self) -> tuple[int, int]:
+        """Active prompt entries that the cache has just where they end up, and those that it has elsewhere (C3)."""
+        view = self.timeline.view(self.timeline.num_epochs - 1, len(self.match.pages))
+        resident = self.match.pages[view.indices] >= 0
+        exact = resident & (self.match.encoded[view.indices] == view.positions)
+        if self.versions is not None:
+            exact |= resident & (self._read_until[view.indices] < self.timeline.num_epochs - 1)
+        return int(exact.sum()), int((resident & ~exact).sum())
 
     def birth_pages(self) -> np.ndarray:
         """By logical index, the private page with K and V at birth, or -1: int32 [T]. What a cache may keep.
@@ -263,6 +333,13 @@ class Sequence:
         Pages of queries that were placed but have not run hold nothing yet.
         """
         return np.where(self._private & self._computed, self._page_of, -1)[: self.timeline.count]
+
+    def version_pages(self) -> Places:
+        """By logical index, the private page with K and V as the last view has them, or -1, and the position of K."""
+        count = self.timeline.count
+        if self.versions is None:
+            return np.full(count, -1, np.int32), self.timeline.birth[:count]
+        return self.versions.written_pages()[:count], self.versions.position[:count].copy()
 
 
 def peak_pages(timeline: Timeline, used: np.ndarray, mode: RepositionMode) -> int:

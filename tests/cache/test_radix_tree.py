@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from akv_jax.cache.base import MatchResult
 from akv_jax.cache.naive import NaiveCache
 from akv_jax.cache.radix_tree import RadixCache
 from akv_jax.config import RepositionMode
@@ -23,6 +24,7 @@ from spec.operations import Append, Drop, History, Reposition, canonical
 from spec.sharing import common_prefix, steps
 from spec.state import run
 from spec.visibility import closure, usage
+from tests.copy_usage import copy_usage
 from tests.planning.symbolic import Content, Expected, SymbolicDevice
 from tests.random_histories import random_history
 from tests.test_scheduler import MODES, Client, Simulation, agent
@@ -65,13 +67,55 @@ class SharingDevice(SymbolicDevice):
         self.pages.update(before)
 
 
+class WatchedCache(RadixCache):
+    """Whatever it finds is compared with a search through all that its pages mean (C1, C3)."""
+
+    simulation: SharingSimulation
+
+    def resident(self, timeline: Timeline, salt: str) -> list[dict[int, int]]:
+        """By logical index: the pages of its versions by the position of K, found by their meaning."""
+        contents: dict[Hashable, dict[int, int]] = {}
+        for page in np.concatenate([np.zeros(0, int), *self.cached_pages()]).tolist():
+            content = self.simulation.device.pages[page]
+            assert content.encoded not in contents.setdefault(content.owner, {}), "one version twice"
+            contents[content.owner][content.encoded] = page
+        client = next(c for c in self.simulation.clients.values() if c.job.timeline is timeline)
+        return [contents.get(name, {}) for name in meaning(self.simulation.whole(client), salt).names]
+
+    def match(self, timeline: Timeline, salt: str) -> MatchResult:
+        found = super().match(timeline, salt)
+        client = next((c for c in self.simulation.clients.values() if c.job.timeline is timeline), None)
+        if client is not None:
+            versions = self.resident(timeline, salt)
+            at_hand = {(index, position) for index, places in enumerate(versions) for position in places}
+            self.simulation.versions[client.job.job_id] = at_hand
+            birth = timeline.birth.tolist()
+            for index, (page, encoded) in enumerate(zip(found.pages.tolist(), found.encoded.tolist(), strict=True)):
+                if birth[index] in versions[index]:
+                    assert page == versions[index][birth[index]] and encoded == birth[index]
+                elif page >= 0 or versions[index]:
+                    assert versions[index][encoded] == page
+        return found
+
+    def lease_versions(self, match, timeline, salt, views) -> list[np.ndarray]:
+        found = super().lease_versions(match, timeline, salt, views)
+        versions = self.resident(timeline, salt)
+        for view, pages in zip(views, found, strict=True):
+            entries = zip(view.indices.tolist(), view.positions.tolist(), strict=True)
+            assert pages.tolist() == [versions[index].get(position, -1) for index, position in entries]
+        return found
+
+
 class SharingSimulation(Simulation):
     """A `Simulation` whose scheduler has a radix tree."""
 
-    def __init__(self, windows: tuple[int | None, ...] = (None,), **config) -> None:
+    def __init__(self, windows: tuple[int | None, ...] = (None,), max_tokens: int | None = None, **config) -> None:
         super().__init__(windows, **config)
         self.device.__class__ = SharingDevice
-        self.cache = RadixCache(self.pool, max_tokens=config.pop("max_tokens", None))
+        self.cache = WatchedCache(
+            self.pool, reposition=self.config.reposition, eviction=self.config.eviction, max_tokens=max_tokens
+        )
+        self.cache.simulation = self
         self.scheduler = Scheduler(
             self.config,
             self.pool,
@@ -80,8 +124,9 @@ class SharingSimulation(Simulation):
             list_capacity=self.list_capacity,
             logit_rows=self.config.max_running_requests,
         )
-        self.salts: dict[str, str] = {}
         self.computed: dict[str, int] = {}
+        #: (logical index, position) of every version at hand when each request was last admitted.
+        self.versions: dict[str, set[tuple[int, int]]] = {}
 
     def submit(self, history: History, outputs: int = 1, logits_at: tuple[int, ...] = (), salt: str = "") -> Client:
         name = f"request {len(self.clients)}"
@@ -113,7 +158,7 @@ class SharingSimulation(Simulation):
         self.cache.check()
 
     def check_closure(self, client: Client) -> None:
-        """C6 with what was resident when it was admitted; A6 of the same."""
+        """C6 with what was resident when it was admitted."""
         sequence = client.job.sequence
         if sequence is client.sequence:
             return
@@ -125,11 +170,22 @@ class SharingSimulation(Simulation):
         whole = self.whole(client)
         assert sequence.compute.tolist() == sorted(closure(whole, resident, wanted, self.windows))
         self.computed[client.job.job_id] = len(sequence.compute)
-        if wanted == {last}:
-            window = self.scheduler.window
-            kinds = classify(client.job.timeline, sequence.compute, window)
-            meant = usage(whole, resident, self.windows)
+
+    def sample(self, client: Client) -> None:
+        """A6, where a request was never retracted and asks for the last logits alone."""
+        job, sequence = client.job, client.job.sequence
+        assert sequence is not None
+        if not (sequence.remaining or client.generated or client.logits_at or len(job.queried)):
+            copies = self.config.reposition == "copy"
+            kinds = classify(job.timeline, sequence.compute, self.scheduler.window, sequence.made if copies else None)
+            at_hand = self.versions[job.job_id]
+            meant = (
+                copy_usage(client.history, at_hand, self.windows)
+                if copies
+                else usage(client.history, {index for index, _ in at_hand}, self.windows)
+            )
             assert kinds == tuple(map(len, (meant.computed, meant.drop_skipped, meant.repos, meant.cached)))
+        super().sample(client)
 
     def drain(self) -> None:
         while self.live:

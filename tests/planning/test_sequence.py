@@ -79,7 +79,8 @@ class Player:
         assert self.cached.items() <= self.device.pages.items(), "a cached page was written to"
         self.most_held = max(self.most_held, self.pool.num_pages - self.pool.num_free)
         released = self.sequence.advance(chunk)
-        self.pool.free(np.concatenate([released.births[released.births >= 0], released.copies]))
+        own = np.concatenate([released.births, released.versions, released.useless])
+        self.pool.free(own[own >= 0])
         self.check_pages()
         return chunk
 
@@ -207,8 +208,9 @@ def test_a_copy_takes_a_page_and_leaves_its_source() -> None:
     player = Player(history, "copy", wanted=(2,))
     player.step(3)
     assert player.step(1).pages_needed == 1 + 2
-    # Tokens 1, 2 and 3, and the copies of the first two.
-    assert player.pool.num_pages - player.pool.num_free == 3 + 2
+    assert player.most_held == 3 + 2
+    # Token 3, and the copies of tokens 1 and 2: nothing will be rotated from their births any more.
+    assert player.pool.num_pages - player.pool.num_free == 1 + 2
 
 
 def test_a_resident_token_computed_for_its_logits_keeps_its_page() -> None:
