@@ -6,16 +6,20 @@ engine with a radix tree; every answer's logits are compared with the spec's, an
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from akv_jax.engine import Engine
 from akv_jax.errors import RequestError
+from akv_jax.models.rope import rotary_table
 from akv_jax.planning.visibility import Timeline
 from akv_jax.request import Request, Sampling
+from pallas_kernels.rotary import rotate
 from spec.operations import Append, Drop, History, Reposition
 from spec.state import run
 from spec.visibility import usage
+from tests.copy_usage import copy_usage
 from tests.random_histories import random_history
 from tests.shared_engines import CONTEXT, config, oracle, shared
 
@@ -23,12 +27,22 @@ WINDOWS = tuple(layer.window for layer in config().layers)
 TOLERANCE = 2e-4
 
 
-def turn(engine: Engine, name: str, history: History, *, max_tokens: int = 3) -> tuple[int, ...]:
-    """Serve one request alone; compare all that can be compared; returns the sampled tokens."""
+def versions(engine: Engine, history: History) -> set[tuple[int, int]]:
+    """(logical index, position) of what the cache has that this history could read."""
     timeline = Timeline(history)
     match = engine.cache.match(timeline, "")
-    resident = set(np.flatnonzero(match.pages >= 0).tolist())
+    views = [timeline.view(epoch) for epoch in range(timeline.num_epochs)]
+    found = engine.cache.lease_versions(match, timeline, "", views)
+    there = {(index, int(match.encoded[index])) for index in np.flatnonzero(match.pages >= 0).tolist()}
+    for view, pages in zip(views, found, strict=True):
+        there |= set(zip(view.indices[pages >= 0].tolist(), view.positions[pages >= 0].tolist(), strict=True))
     engine.cache.release(match, timeline)
+    return there
+
+
+def turn(engine: Engine, name: str, history: History, *, max_tokens: int = 3) -> tuple[int, ...]:
+    """Serve one request alone; compare all that can be compared; returns the sampled tokens."""
+    at_hand = versions(engine, history)
     greedy = Sampling(max_tokens=max_tokens, temperature=0.0)
     engine.submit(Request(name, history, greedy, return_logits=True))
     outputs = []
@@ -38,7 +52,11 @@ def turn(engine: Engine, name: str, history: History, *, max_tokens: int = 3) ->
     expected = run(oracle(), history)
     assert outputs[0].next_logits is not None and outputs[-1].usage is not None
     np.testing.assert_allclose(outputs[0].next_logits, expected.logits[-1], atol=TOLERANCE, rtol=0)
-    meant, told = usage(history, resident, WINDOWS), outputs[-1].usage
+    told = outputs[-1].usage
+    if engine.config.reposition == "copy":
+        meant = copy_usage(history, at_hand, WINDOWS)
+    else:
+        meant = usage(history, {index for index, _ in at_hand}, WINDOWS)
     kinds = told.computed_tokens, told.drop_skipped_tokens, told.repos_tokens, told.cached_tokens
     assert kinds == tuple(map(len, (meant.computed, meant.drop_skipped, meant.repos, meant.cached)))
     return tuple(token for output in outputs for token in output.token_ids)
@@ -70,8 +88,77 @@ def test_random_conversations(mode, seed: int) -> None:
         if generator.random() < 0.3:
             engine.cache.evict(int(generator.integers(1, 60)))
             engine.check()
+    stats = engine.cache.stats
+    assert stats.hits_exact and stats.hits_rotated and bool(stats.rotations and stats.versions) == (mode == "copy")
     engine.flush_cache()
     assert engine.stats().pages_free == engine.config.num_pages
+
+
+def test_copies_are_shared_by_those_who_run() -> None:
+    """C2: agents with one repositioned beginning, at the same time; the logits of each are those of its history."""
+    engine = shared("copy").engine(disable_radix_cache=False)
+    start = (Append(tuple(range(30))), Drop(frozenset(range(4, 12))), Reposition(), Append((40, 41)))
+    turn(engine, "first", start)
+    histories = [(*start, Append((agent, agent + 1))) for agent in range(6)]
+    rotations, first = engine.cache.stats.rotations, {}
+    for agent, history in enumerate(histories):
+        engine.submit(Request(str(agent), history, Sampling(max_tokens=8, temperature=0.0), return_logits=True))
+    while engine.busy:
+        for output in engine.step():
+            if output.next_logits is not None:
+                first[output.request_id] = output.next_logits
+        engine.check()
+    assert engine.cache.stats.rotations == rotations
+    for agent, history in enumerate(histories):
+        np.testing.assert_allclose(first[str(agent)], run(oracle(), history).logits[-1], atol=TOLERANCE, rtol=0)
+
+
+def pool_keys(engine: Engine, pages: np.ndarray) -> np.ndarray:
+    """Float32 [layers, pages, kv_heads * head_dim]."""
+    return np.stack([np.asarray(layer)[pages] for layer in engine.runner._pool.k])
+
+
+def test_a_hundred_repositions_do_not_drift() -> None:
+    """C3: one rotation in float32 from birth, however often it moved; and on read, nothing is ever written."""
+    survivors, turns = np.arange(36, 40), 100
+    for mode in ("copy", "on_read"):
+        engine = shared(mode).engine(disable_radix_cache=False)
+        history: History = (Append(tuple(range(40))),)
+        births, before = None, 40
+        for number in range(turns):
+            # A message of one token, dropped by the next turn; and at first one of those before the survivors.
+            gone = {before - 1} if number else set()
+            gone |= {number} if number < 36 else set()
+            history = (*history, Drop(frozenset(gone)), Reposition(), Append((number % 64,)))
+            before += 1
+            engine.submit(Request(str(number), history, Sampling(max_tokens=1, temperature=0.0)))
+            while engine.busy:
+                engine.step()
+            timeline = Timeline(history)
+            match = engine.cache.match(timeline, "")
+            if births is None:
+                births = match.pages[survivors], pool_keys(engine, match.pages[survivors])
+            assert (match.pages[survivors] == births[0]).all(), "the births are resident"
+            engine.cache.release(match, timeline)
+        assert (pool_keys(engine, births[0]) == births[1]).all()
+        view = timeline.view(timeline.num_epochs - 1)
+        match = engine.cache.match(timeline, "")
+        (pages,) = engine.cache.lease_versions(match, timeline, "", [view])
+        engine.cache.release(match, timeline)
+        of_survivors = np.isin(view.indices, survivors)
+        if mode == "on_read":
+            assert (pages[of_survivors] == -1).all() and engine.cache.stats.rotations == 0
+            continue
+        assert engine.cache.stats.hops == 0 and (view.shifts[of_survivors] == -36).all()
+        found = pool_keys(engine, pages[of_survivors])
+        for layer, moved in enumerate(found):
+            rotary = engine.model.config.layers[layer].rotary
+            table = rotary_table(rotary, 37)
+            heads = births[1][layer].reshape(len(survivors), -1, config().head_dim)
+            cos, sin = (np.repeat(part[36:37], len(survivors), axis=0) for part in table)
+            once = np.asarray(rotate(jnp.asarray(heads), cos, -sin, style=rotary.style)).reshape(moved.shape)
+            # One rounding of a float32 of the size of K.
+            assert np.abs(moved - once).max() <= np.spacing(np.abs(heads).max())
 
 
 def test_the_second_time_costs_one_token_and_says_the_same() -> None:

@@ -89,7 +89,7 @@ class KVCache(Protocol):
         positions: np.ndarray | None = None,
         match: MatchResult | None = None,
     ) -> np.ndarray:
-        """Offer private pages, int32 [T] by logical index (-1: none): at birth, or copies with K rotated to `positions`.
+        """Offer private pages, int32 [T] by logical index (-1: none), at birth or copies with K at `positions`.
 
         What is taken is idle, or with `match` leased under its receipt. Returns those pages that the cache does not
         take over; they stay the caller's. A copy that is back at its birth position is never taken: rounding has

@@ -215,7 +215,7 @@ class Sequence:
             lists, moves = (self._decode_list.extended(int(self._page_of[chunk.indices[0]]), position),), ()
         else:
             lists, moves = self._place_views(chunk, pages[chunk.stored :])
-        rotated = [self._encoded[indices] != self.timeline.birth[indices] for indices, _ in chunk.copies]
+        hops = sum(int((self._encoded[at] != self.timeline.birth[at]).sum()) for at, _ in chunk.copies)
         return PlacedChunk(
             chunk.indices,
             self.timeline.tokens[chunk.indices],
@@ -224,7 +224,7 @@ class Sequence:
             lists,
             moves,
             np.flatnonzero(np.isin(chunk.indices, self.wanted)),
-            sum(map(np.count_nonzero, rotated)),
+            hops,
         )
 
     def _place_views(self, chunk: Chunk, pages: np.ndarray) -> tuple[tuple[ReadList, ...], tuple[Moves, ...]]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from akv_jax.cache.pages import PagePool
+from akv_jax.cache.radix_tree import RadixCache
 from akv_jax.planning.restore import compute_set
+from akv_jax.planning.sequence import Sequence
 from akv_jax.planning.visibility import Timeline
 from spec.operations import Append, Drop, History
 from spec.strategies import histories
 from spec.visibility import closure
+from tests.random_histories import random_history
 
 checked = settings(max_examples=120, deadline=None)
 #: Windows of a model's layers; None among them reads everything.
@@ -59,3 +64,28 @@ def test_a_window_spares_what_no_query_sees() -> None:
     history = (Append((1,) * 10), Drop(frozenset(range(8))), Append((2,)))
     assert computed(history, {4, 5}, {10}, (3,)) == [6, 7, 8, 9, 10]
     assert computed(history, {4, 5}, {10}, (3, None)) == [0, 1, 2, 3, 6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("tree", range(10))
+def test_minimality_on_random_trees_with_random_holes(tree: int) -> None:
+    """C6: a hundred times each: a tree of conversations that branch, with pages evicted at random, and what one more
+    request computes: the specification's closure of just what is resident, by token, no more and no less."""
+    generator = np.random.default_rng(tree)
+    for _ in range(100):
+        pool = PagePool(300)
+        cache = RadixCache(pool, reposition="copy")
+        told: list[History] = [()]
+        for _ in range(int(generator.integers(1, 4))):
+            history = (*told[int(generator.integers(len(told)))], *random_history(generator, 6, 6, vocab_size=3))
+            told.append(history)
+            timeline = Timeline(history)
+            if timeline.count < pool.num_free:
+                pool.free(cache.keep(timeline, "", pool.allocate(timeline.count)))
+        cache.evict(int(generator.integers(1 + cache.evictable())))
+        history = (*told[int(generator.integers(len(told)))], *random_history(generator, 4, 4, vocab_size=3))
+        windows = [(None,), (None,), (None, 3), (4, 2)][int(generator.integers(4))]
+        timeline = Timeline(history)
+        match = cache.match(timeline, "")
+        sequence = Sequence(timeline, match, window=widest(windows), mode="copy")
+        resident = np.flatnonzero(match.pages >= 0).tolist()
+        assert sequence.compute.tolist() == sorted(closure(history, resident, None, windows))
