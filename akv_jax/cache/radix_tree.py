@@ -83,9 +83,9 @@ class RadixCache:
         self._idle = EvictionQueue(pool.num_pages, eviction)
         size = pool.num_pages + 1
         self._references = np.zeros(size, np.int32)
-        # Of cached pages: their node and place in it, shift, and logical index.
+        # Of cached pages: their node and place in it, shift, and logical index; and room to tell pages apart.
         self._owner = np.full(size, -1, np.int64)
-        self._offset, self._shift, self._index = (np.zeros(size, np.int32) for _ in range(3))
+        self._offset, self._shift, self._index, self._mark = (np.zeros(size, np.int32) for _ in range(4))
 
     # -- base.KVCache ------------------------------------------------------------------------------------------------
 
@@ -108,17 +108,19 @@ class RadixCache:
     def lease_versions(
         self, match: MatchResult, timeline: Timeline, salt: str, views: Sequence[View]
     ) -> list[np.ndarray]:
-        found = [np.full(len(view.indices), -1, np.int32) for view in views]
+        # Of the birth versions the match has told already.
+        born = np.where(match.encoded == timeline.birth[: timeline.count], match.pages, -1)
+        found = [np.where(view.shifts == 0, born[view.indices], -1) for view in views]
         for node, start, length in self._walk(timeline, salt):
-            for view, pages in zip(views, found, strict=True):
+            derived = [(shift, version) for shift, version in node.versions.items() if shift]
+            for view, pages in zip(views, found, strict=True) if derived else ():
                 first, last = np.searchsorted(view.indices, (start, start + length))
                 offsets, shifts = view.indices[first:last] - start, view.shifts[first:last]
-                for shift, version in node.versions.items():
+                for shift, version in derived:
                     there = np.flatnonzero(shifts == shift)
                     pages[first + there] = version[offsets[there]]
-        pages = np.unique(np.concatenate([_NO_TOKENS, *found]))
-        held = self._leases[match.receipt]
-        self._lease(match.receipt, np.setdiff1d(pages[pages >= 0], held, assume_unique=True))
+        pages = np.concatenate([_NO_TOKENS, *found])
+        self._lease(match.receipt, self._without(pages[pages >= 0], self._leases[match.receipt]))
         return found
 
     def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:
@@ -127,7 +129,7 @@ class RadixCache:
             leaving = held
         else:
             leaving = pages
-            self._leases[match.receipt] = np.setdiff1d(held, pages, assume_unique=True)
+            self._leases[match.receipt] = self._without(held, pages)
         self._references[leaving] -= 1
         self._rest(leaving[self._references[leaving] == 0], timeline)
 
@@ -163,7 +165,7 @@ class RadixCache:
         else:
             self._lease(match.receipt, new)
         self._forget()
-        return np.setdiff1d(offered[own], new, assume_unique=True)
+        return self._without(offered[own], new)
 
     def evictable(self) -> int:
         return len(self._idle)
@@ -225,6 +227,13 @@ class RadixCache:
         self._references[pages] += 1
         self._idle.withdraw(pages)
         self._leases[receipt] = np.concatenate([self._leases[receipt], pages])
+
+    def _without(self, pages: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Those of `pages` that are not among `others`, each once: sets of pages without sorting them."""
+        order = np.arange(len(pages), dtype=np.int32)
+        self._mark[pages] = order
+        self._mark[others] = -1
+        return pages[self._mark[pages] == order]
 
     def _rest(self, pages: np.ndarray, timeline: Timeline) -> None:
         """Cached pages that nobody leases now, the last to do so for this history. Of one path its end goes first."""

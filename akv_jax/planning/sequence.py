@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 
@@ -360,16 +361,22 @@ def peak_pages(timeline: Timeline, used: np.ndarray, mode: RepositionMode) -> in
 
 def _copy_peak(timeline: Timeline, used: np.ndarray, epochs: np.ndarray, alive: np.ndarray) -> int:
     """The same with turned copies: made for an epoch's first query, while those that they replace are still there."""
-    peak, at = 0, np.full(timeline.count, -1, np.int32)
+    peak, turn, at = 0, -1, np.full(timeline.count, -1, np.int32)
+    copied = _NOTHING
     # Whether or not the last epoch has a query yet, generated tokens will be in it.
     for epoch in sorted({*epochs[used].tolist(), timeline.num_epochs - 1}):
-        first = np.flatnonzero(used & (epochs == epoch))[:1]
-        view = timeline.view(epoch, int(first[0]) + 1 if len(first) else None)
-        there = used[view.indices]
-        indices, positions, shifts = view.indices[there], view.positions[there], view.shifts[there]
-        old = at[indices] >= 0
-        new = (shifts != 0) & (at[indices] != positions)
-        peak = max(peak, len(indices) + int(old.sum()) + int(new.sum()))
-        at[indices[new]] = positions[new]
-        peak = max(peak, int(alive[epoch]) + int((old | new).sum()))
+        made, turn = turn, bisect_right(timeline.repositions, epoch)
+        if turn != made:
+            first = np.flatnonzero(used & (epochs == epoch))[:1]
+            view = timeline.view(epoch, int(first[0]) + 1 if len(first) else None)
+            there = used[view.indices]
+            indices, positions, shifts = view.indices[there], view.positions[there], view.shifts[there]
+            old = at[indices] >= 0
+            new = (shifts != 0) & (at[indices] != positions)
+            peak = max(peak, len(indices) + int(old.sum()) + int(new.sum()))
+            at[indices[new]] = positions[new]
+            copied = indices[old | new]
+        # Until the next reposition copies only go, with what is dropped.
+        copied = copied[timeline.dropped[copied] > epoch]
+        peak = max(peak, int(alive[epoch]) + len(copied))
     return peak

@@ -48,6 +48,7 @@ class Timeline:
         self.repositions: list[int] = []
         self.next_position = self.largest_position = 0
         self._last_was_drop = False
+        self._last_view: tuple[tuple[int, int], View] | None = None
         self.count = self.active = 0
         for op in operations:
             if isinstance(op, Append):
@@ -81,6 +82,9 @@ class Timeline:
     def view(self, epoch: int, stop: int | None = None) -> View:
         """What is active in `epoch` once the tokens before logical index `stop` (default: all of its own) are in."""
         stop = self.stop(epoch) if stop is None else stop
+        # Several ask for the same one in turn; what comes later changes no earlier view.
+        if self._last_view is not None and self._last_view[0] == (epoch, stop):
+            return self._last_view[1]
         indices = np.flatnonzero(self.dropped[:stop] > epoch).astype(np.int32)
         positions = self.birth[indices]
         turn = bisect_right(self.repositions, epoch) - 1
@@ -90,7 +94,9 @@ class Timeline:
             ranks = np.cumsum(self.dropped[: self.starts[at]] > at, dtype=np.int32) - 1
             old = np.searchsorted(indices, self.starts[at])
             positions[:old] = ranks[indices[:old]]
-        return View(indices, positions, positions - self.birth[indices])
+        view = View(indices, positions, positions - self.birth[indices])
+        self._last_view = (epoch, stop), view
+        return view
 
     def _append(self, tokens: np.ndarray) -> None:
         start, self.count = self.count, self.count + len(tokens)
@@ -111,6 +117,7 @@ class Timeline:
         if not self._last_was_drop:
             self.starts.append(self.count)
         self.dropped[new] = len(self.starts) - 1
+        self._last_view = None
         self.active -= len(new)
         self._last_was_drop = True
 

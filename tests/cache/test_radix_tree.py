@@ -316,9 +316,7 @@ def test_dropped_pages_are_evicted_first() -> None:
 
 def test_memory_of_paths_is_bounded() -> None:
     """C5: tombstones included."""
-    simulation = SharingSimulation(num_pages=60)
-    simulation.cache = RadixCache(simulation.pool, max_tokens=100)
-    simulation.scheduler.cache = simulation.cache
+    simulation = SharingSimulation(num_pages=60, max_tokens=100)
     for start in range(40):
         simulation.submit((Append((start, *range(20))),))
         while simulation.live:
@@ -347,9 +345,7 @@ def test_leases_of_later_entries_do_not_stand_in_the_way_of_holes(mode: Repositi
 
 def test_memory_of_conversations_is_bounded() -> None:
     """C5: paths of many runs, operations between them."""
-    simulation = SharingSimulation(num_pages=400)
-    simulation.cache = RadixCache(simulation.pool, max_tokens=300)
-    simulation.scheduler.cache = simulation.cache
+    simulation = SharingSimulation(num_pages=400, max_tokens=300)
     for talk in range(8):
         simulation.submit((Append((talk,)), *agent(8, 15, reposition=True)))
         while simulation.live:
