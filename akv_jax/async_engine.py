@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import structlog
 
 from akv_jax.config import EngineConfig
-from akv_jax.engine import Engine, EngineStats
+from akv_jax.engine import Engine
 from akv_jax.errors import Reason, RequestError
 from akv_jax.models.load import LoadedModel
 from akv_jax.request import Output, Request
 from akv_jax.runtime.runner import Progress
+from akv_jax.stats import EngineStats
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)

@@ -36,12 +36,13 @@ async def chat_completions(http: HttpRequest) -> Response:
     """OpenAI's chat completions, with the `cache` field and its synonyms. Streams if `stream` is true."""
     server = server_of(http)
     data = await read_object(http, server.settings.max_body_size)
+    arrived = server.clock()
     # Long conversations take a while to tokenise, and grammars to compile; others must not wait for that.
     body, request, reply = await asyncio.to_thread(_read, server, data)
     server.log_unknown(body.model_extra or ())
     if body.stream:
-        return await event_stream(server, http, _chunks(server, request, reply))
-    completion = await unless_disconnected(http, collect(server, request))
+        return await event_stream(server, http, _chunks(server, request, arrived, reply))
+    completion = await unless_disconnected(http, collect(server, request, arrived))
     return answer(reply.completion(completion))
 
 
@@ -90,10 +91,12 @@ def prepare(server: Server, body: PromptBody, messages: Sequence[Message], tools
     )
 
 
-async def _chunks(server: Server, request: Request, reply: ChatAnswer) -> AsyncGenerator[dict[str, Any], None]:
+async def _chunks(
+    server: Server, request: Request, arrived: float, reply: ChatAnswer
+) -> AsyncGenerator[dict[str, Any], None]:
     """The role with the first output, the reply as it comes, the finish reason, then (if asked for) the usage."""
     begun = False
-    async with aclosing(generate(server, request)) as outputs:
+    async with aclosing(generate(server, request, arrived)) as outputs:
         async for output in outputs:
             if not begun:
                 yield reply.first_chunk()
