@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from akv_jax.cache.base import KVCache
+from akv_jax.cache.inspection import TreeView, tree_view
 from akv_jax.cache.naive import NaiveCache
 from akv_jax.cache.pages import PagePool
 from akv_jax.cache.radix_tree import RadixCache
@@ -136,6 +137,12 @@ class Engine:
     def flush_cache(self) -> int:
         """Free every unleased page (DESIGN A8); running requests go on. Returns how many pages."""
         return self.cache.flush()
+
+    def cache_tree(self, max_nodes: int, max_depth: int) -> TreeView:
+        """What the cache holds, as values (see `inspection.tree_view`); nothing where nothing is kept."""
+        if not isinstance(self.cache, RadixCache):
+            return TreeView((), 0, 0)
+        return tree_view(self.cache, max_nodes=max_nodes, max_depth=max_depth)
 
     def check(self) -> None:
         """C7: every page is exactly one of free, cached, private or scratch. PageError if not."""

@@ -12,7 +12,7 @@ from fastapi import Depends, FastAPI
 from structlog.typing import FilteringBoundLogger
 
 from akv_jax.stats import Clock
-from serving import chat, completions, sequence, system, tokens
+from serving import cache_tree, chat, completions, sequence, system, tokens
 from serving.errors import install_error_handlers
 from serving.logging import create_logger
 from serving.metrics import Metrics
@@ -37,8 +37,8 @@ def create_app(
     app.state.server = Server(settings, log or create_logger(settings.log_level), Metrics(), engine, clock)
     install_error_handlers(app)
     app.include_router(system.public)
-    for router in (chat.router, completions.router, sequence.router, tokens.router, system.router):
-        app.include_router(router, dependencies=[Depends(require_api_key)])
+    for module in (chat, completions, sequence, tokens, system, cache_tree):
+        app.include_router(module.router, dependencies=[Depends(require_api_key)])
     return app
 
 
