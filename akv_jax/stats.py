@@ -37,9 +37,9 @@ class Histogram:
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds, self._counts, self._total = bounds, [0] * (len(bounds) + 1), 0.0
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
 
     def snapshot(self) -> Distribution:
         return Distribution(self._bounds, tuple(self._counts), self._total)

@@ -67,7 +67,8 @@ def _note(server: Server, record: Record, output: Output) -> None:
             record.first_token = now
             server.metrics.time_to_first_token.observe(now - record.arrived)
         else:
-            server.metrics.inter_token_latency.observe((now - record.last_token) / len(output.token_ids))
+            count = len(output.token_ids)
+            server.metrics.inter_token_latency.observe((now - record.last_token) / count, count)
         record.last_token = now
         record.output_tokens += len(output.token_ids)
     record.usage = output.usage or record.usage
