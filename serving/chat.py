@@ -21,7 +21,7 @@ from akv_jax.chat.tool_choice import parse_tool_choice
 from akv_jax.request import Request
 from serving.bodies import read_object
 from serving.chat_objects import ChatAnswer
-from serving.constraints import compile_grammar
+from serving.constraints import compile_grammar, needs_grammar
 from serving.generation import collect, generate, unless_disconnected
 from serving.responses import answer
 from serving.schemas import CACHE_FIELDS, ChatBody, PromptBody, validate
@@ -57,7 +57,7 @@ def _read(server: Server, data: dict[str, Any]) -> tuple[ChatBody, Request, Chat
     choice = parse_tool_choice(body.tool_choice, tools)
     prepared = prepare(server, body, messages, tools)
     begun = model.tokenizer.decode(prepared.begun)
-    if choice.mode == "required" or body.response_format.type != "text":
+    if needs_grammar(body, tools, choice):
         grammar = compile_grammar(server.require_vocabulary(), body, tools, choice, begun)
         sampling = replace(sampling, grammar=grammar)
     request = Request(
