@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from akv_jax.cache.base import KVCache
+from akv_jax.cache.eviction import EvictionClass
 from akv_jax.cache.inspection import TreeView, tree_view
 from akv_jax.cache.naive import NaiveCache
 from akv_jax.cache.pages import PagePool
@@ -131,7 +132,7 @@ class Engine:
         result = self.executor.run(plan, sampling)
         self.scheduler.advance(schedule)
         outputs += self._outputs(schedule, result)
-        self._meter.stepped(len(plan.tokens), len(plan.moves.source), planned - begun, self._clock() - begun)
+        self._meter.stepped(len(plan.tokens), planned - begun, self._clock() - begun)
         return outputs
 
     def flush_cache(self) -> int:
@@ -152,7 +153,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot."""
-        pages, leased, meter = self.pool.counts(), self.cache.leased(), self._meter
+        pages, leased, meter, cache = self.pool.counts(), self.cache.leased(), self._meter, self.cache.stats
+        evicted = {kind.name.lower(): count for kind, count in zip(EvictionClass, cache.evicted, strict=True)}
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -160,14 +162,18 @@ class Engine:
             pages_cached=pages.cached - leased,
             pages_leased=leased,
             pages_private=pages.private,
+            derived_pages=cache.versions,
+            tombstones=cache.tombstones,
             requests_total=meter.requests,
             requests_aborted_total=meter.aborted,
             prompt_tokens_total=meter.prompt_tokens,
             generation_tokens_total=meter.generation_tokens,
             forwards_total=meter.forwards,
             computed_tokens_total=meter.computed_tokens,
-            restored_tokens_total=meter.restored_tokens,
-            copied_pages_total=meter.copied_pages,
+            restored_tokens_total=cache.restored,
+            copied_pages_total=cache.rotations,
+            derived_hops_total=cache.hops,
+            evicted_pages_total={**evicted, "forgotten": cache.forgotten},
             preemptions_total=self.scheduler.preemptions,
             compilations_total=self.runner.compilations.total,
             prefix_cache_queries_total=meter.looked_up,
@@ -197,7 +203,7 @@ class Engine:
             job, sequence = part.job, part.job.sequence
             if sequence is None or sequence.forwards:
                 continue
-            self._meter.started(len(sequence.compute), sequence.restored)
+            self._meter.closure.observe(len(sequence.compute))
             if not (job.forwards or job.decoding):
                 self._meter.queue_time.observe(now - self._works[job.job_id].accepted)
 

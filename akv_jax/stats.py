@@ -6,7 +6,7 @@ Times come from the clock that the engine was given (DESIGN R6), so that a simul
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from akv_jax.request import Usage
@@ -55,8 +55,6 @@ class Meter:
     generation_tokens: int = 0
     forwards: int = 0
     computed_tokens: int = 0
-    restored_tokens: int = 0
-    copied_pages: int = 0
     #: Prompt tokens of requests that have their first output token, and what became of them (DESIGN A6).
     looked_up: int = 0
     hits_exact: int = 0
@@ -69,19 +67,13 @@ class Meter:
     step_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS))
     closure: Histogram = field(default_factory=lambda: Histogram(TOKEN_BUCKETS))
 
-    def stepped(self, queries: int, moves: int, plan_time: float, step_time: float) -> None:
-        """A forward pass has run: its queries, the pages it copied, seconds until it was planned and until its end."""
+    def stepped(self, queries: int, plan_time: float, step_time: float) -> None:
+        """A forward pass has run: its queries, and seconds until it was planned and until its end."""
         self.forwards += 1
         self.computed_tokens += queries
-        self.copied_pages += moves
         self.step_tokens.observe(queries)
         self.plan_time.observe(plan_time)
         self.step_time.observe(step_time)
-
-    def started(self, closure: int, restored: int) -> None:
-        """A request was put into the batch: tokens to compute before its next one, and how many of them again."""
-        self.closure.observe(closure)
-        self.restored_tokens += restored
 
     def answered(self, usage: Usage) -> None:
         """A request has its first output token."""
@@ -94,7 +86,10 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Numbers for /metrics. Totals count from the start of the engine; docs/metrics.md says what each one means."""
+    """Numbers for /metrics. Totals count from the start of the engine; docs/metrics.md says what each one means.
+
+    evicted_pages_total: by `EvictionClass` in small letters, and "forgotten".
+    """
 
     num_running: int
     num_waiting: int
@@ -102,6 +97,8 @@ class EngineStats:
     pages_cached: int
     pages_leased: int
     pages_private: int
+    derived_pages: int
+    tombstones: int
     requests_total: int
     requests_aborted_total: int
     prompt_tokens_total: int
@@ -110,6 +107,8 @@ class EngineStats:
     computed_tokens_total: int
     restored_tokens_total: int
     copied_pages_total: int
+    derived_hops_total: int
+    evicted_pages_total: Mapping[str, int]
     preemptions_total: int
     compilations_total: int
     prefix_cache_queries_total: int

@@ -16,7 +16,7 @@ from serving.responses import answer
 from serving.state import server_of
 
 #: Nodes and levels that are shown unless more or fewer are asked for, and at most.
-DEFAULT_NODES, MOST_NODES = 500, 10_000
+DEFAULT_NODES, MOST_NODES = 500, 5_000
 DEFAULT_DEPTH, MOST_DEPTH = 1_000, 100_000
 #: Characters of a run's first text.
 TEXT_LENGTH = 100

@@ -74,6 +74,10 @@ class EngineCollector(Collector):
         yield _gauges("pages", "Pages (one token's KV each) by who holds them.", "state", pages)
         in_use = (stats.pages_leased + stats.pages_private) / max(1, sum(pages.values()))
         yield _gauge("kv_cache_usage_perc", "Share of pages that running requests hold, 1 is all.", in_use)
+        births = stats.pages_cached + stats.pages_leased - stats.derived_pages
+        versions = {"birth": births, "derived": stats.derived_pages}
+        yield _gauges("cache_version_pages", "Cached pages by version: as computed, or turned.", "version", versions)
+        yield _gauge("cache_tombstones", "Tokens that the cache remembers without a page.", stats.tombstones)
         yield _gauge("num_requests_running", "Requests in the batch.", stats.num_running)
         yield _gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
 
@@ -90,6 +94,7 @@ class EngineCollector(Collector):
             ("restored_tokens", "Tokens computed again because their pages had been evicted."),
             ("drop_skipped_tokens", "Prompt tokens that were dropped and never read again."),
             ("copied_pages", "Pages turned into another page by a reposition; none in on_read mode."),
+            ("derived_hops", "Of those, pages turned from one that had been turned before."),
             ("preemptions", "Running requests put back into the queue."),
             ("prefix_cache_queries", "Prompt tokens of requests that were answered."),
             ("prefix_cache_misses", "Of those, tokens that were computed: one a request at least."),
@@ -99,6 +104,9 @@ class EngineCollector(Collector):
         yield _counters(
             "prefix_cache_hits", "Of those, tokens found at their position, or turned to it.", "match", hits
         )
+
+        evicted = dict(stats.evicted_pages_total)
+        yield _counters("evicted_pages", "Pages that the cache gave up for want of room.", "class", evicted)
 
     def _histograms(self) -> Iterator[Metric]:
         stats = self._stats

@@ -165,3 +165,34 @@ def test_aborted_and_refused_requests_are_not_answered_ones() -> None:
     stats = engine.stats()
     assert (stats.requests_total, stats.requests_aborted_total, stats.prompt_tokens_total) == (1, 1, 30)
     assert (stats.prefix_cache_queries_total, stats.computed_tokens_total, stats.pages_private) == (0, 4, 0)
+
+
+def test_versions_hops_and_evictions() -> None:
+    """C2, C3, C5: pages by version, copies, hops from a turned page once the birth one is gone, evictions by class."""
+    engine, _ = timed_engine("copy")
+    start = (Append(tuple(range(20))), Drop(frozenset(range(5))), Reposition(), Append((1, 2)))
+    serve(engine, request("one", start))
+    stats = engine.stats()
+    assert (stats.copied_pages_total, stats.derived_pages, stats.derived_hops_total) == (15, 15, 0)
+    assert sum(stats.evicted_pages_total.values()) == stats.tombstones == 0
+    # Dropped births, and births that their copies replaced: all that was left behind.
+    assert engine.cache.evict(20) == 20
+    stats = engine.stats()
+    assert stats.evicted_pages_total == {
+        "left_derived": 0,
+        "left_birth": 20,
+        "finished_derived": 0,
+        "finished_birth": 0,
+        "forgotten": 0,
+    }
+    # Five tokens have no version left.
+    assert (stats.tombstones, stats.derived_pages, stats.pages_cached) == (5, 15, 17)
+    serve(engine, request("two", (*start, Drop(frozenset({5, 6})), Reposition(), Append((3,)))))
+    stats = engine.stats()
+    # 7..19 from where they were turned to; 20 and 21 from their birth.
+    assert (stats.copied_pages_total, stats.derived_hops_total) == (15 + 15, 13)
+    engine.flush_cache()
+    after = engine.stats()
+    assert (after.derived_pages, after.tombstones, after.pages_cached) == (0, 0, 0)
+    # A flush was asked for, and is no eviction.
+    assert after.evicted_pages_total == stats.evicted_pages_total

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -87,74 +88,70 @@ class TreeView:
     total_tokens: int
 
 
-class _Place(NamedTuple):
-    """A node that is shown, and where it is. `salt` is its own only where it is a root."""
-
-    node: Node
-    parent: int
-    depth: int
-    start: int
-    salt: str
-
-
 def tree_view(cache: RadixCache, *, max_nodes: int, max_depth: int, first_tokens: int = FIRST_TOKENS) -> TreeView:
     """At most `max_nodes` nodes, none with more than `max_depth` nodes above it (a tenant's root has none)."""
-    places, children = _chosen(cache, max_nodes, max_depth)
-    nodes = []
-    # Depth first, the children of a node in their own order.
-    stack = [number for number, place in reversed(places.items()) if place.parent < 0]
+    salts = {root.number: salt for salt, root in cache.roots().items()}
+    chosen, children = _chosen(cache, max_nodes, max_depth)
+    views: list[NodeView] = []
+    # Depth first, the children of a node in their own order; each with its depth and first logical index.
+    stack = [(node, 0, 0) for node in reversed(chosen) if node.parent is None]
     while stack:
-        number = stack.pop()
-        nodes.append(_view(cache, places[number], tuple(children[number]), first_tokens))
-        stack += reversed(children[number])
-    return TreeView(tuple(nodes), cache.num_nodes, cache.remembered)
+        node, depth, start = stack.pop()
+        below = children.get(node.number, [])
+        tenant = digest(salts.get(node.number, ""))
+        views.append(_view(cache, node, depth, start, tenant, below, first_tokens))
+        stack += [(child, depth + 1, start + len(node.tokens)) for child in reversed(below)]
+    return TreeView(tuple(views), cache.num_nodes, cache.remembered)
 
 
-def _chosen(cache: RadixCache, max_nodes: int, max_depth: int) -> tuple[dict[int, _Place], dict[int, list[int]]]:
-    """Nodes by number, level by level, and the numbers of the children that are among them."""
-    places: dict[int, _Place] = {}
-    children: dict[int, list[int]] = {}
-    level = [_Place(root, -1, 0, 0, salt) for salt, root in cache.roots().items()]
-    while level and len(places) < max_nodes:
-        # Of all nodes of this depth.
-        level = heapq.nlargest(max_nodes - len(places), level, key=lambda place: place.node.last_used)
-        below: list[_Place] = []
-        for place in level:
-            node = place.node
-            places[node.number], children[node.number] = place, []
-            if place.parent >= 0:
-                children[place.parent].append(node.number)
-            if place.depth < max_depth:
-                start = place.start + len(node.tokens)
-                below += [_Place(child, node.number, place.depth + 1, start, "") for child in node.children.values()]
-        level = below
-    return places, children
+def _chosen(cache: RadixCache, max_nodes: int, max_depth: int) -> tuple[list[Node], dict[int, list[Node]]]:
+    """The nodes, level by level, and by number the children of each that are among them."""
+    chosen: list[Node] = []
+    children: dict[int, list[Node]] = {}
+    level: Iterable[Node] = cache.roots().values()
+    for _ in range(max_depth + 1):
+        if len(chosen) == max_nodes:
+            break
+        # Of all nodes of this depth. There may be very many below one: they are gone through without being kept.
+        nodes = heapq.nlargest(max_nodes - len(chosen), level, key=attrgetter("last_used"))
+        for node in nodes:
+            if node.parent is not None:
+                children.setdefault(node.parent.number, []).append(node)
+        chosen += nodes
+        level = (child for node in nodes for child in node.children.values())
+    return chosen, children
 
 
-def _view(cache: RadixCache, place: _Place, children: tuple[int, ...], first_tokens: int) -> NodeView:
-    node = place.node
-    versions = {shift: pages[pages >= 0] for shift, pages in node.versions.items()}
-    resident = np.zeros(len(node.tokens), bool)
-    for pages in node.versions.values():
-        resident |= pages >= 0
+def _view(
+    cache: RadixCache, node: Node, depth: int, start: int, tenant: str, children: list[Node], first_tokens: int
+) -> NodeView:
+    versions = {shift: pages[pages >= 0] for shift, pages in sorted(node.versions.items())}
     dropped = node.dropped
     return NodeView(
         number=node.number,
-        parent=place.parent,
-        depth=place.depth,
+        parent=-1 if node.parent is None else node.parent.number,
+        depth=depth,
         kind=_kind(node),
-        tenant=digest(place.salt),
-        start=place.start,
+        tenant=tenant,
+        start=start,
         length=len(node.tokens) if dropped is None else len(dropped),
         first=node.tokens[:first_tokens].copy(),
         ranges=() if dropped is None else _ranges(dropped),
-        resident=int(resident.sum()),
-        versions={shift: len(pages) for shift, pages in sorted(versions.items()) if len(pages)},
-        leased=sum(int(cache.is_leased(pages).sum()) for pages in versions.values()),
+        resident=_resident(node),
+        versions={shift: len(pages) for shift, pages in versions.items()},
+        leased=sum(int(np.count_nonzero(cache.is_leased(pages))) for pages in versions.values()),
         last_used=node.last_used,
-        children=children,
+        children=tuple(child.number for child in children),
         hidden=len(node.children) - len(children),
     )
+
+
+def _resident(node: Node) -> int:
+    """Tokens of a run with a page in some version."""
+    resident = np.zeros(len(node.tokens), bool)
+    for pages in node.versions.values():
+        resident |= pages >= 0
+    return int(np.count_nonzero(resident))
 
 
 def _kind(node: Node) -> Kind:
@@ -167,9 +164,9 @@ def _kind(node: Node) -> Kind:
 
 def _ranges(indices: np.ndarray) -> tuple[tuple[int, int], ...]:
     """The first half-open ranges of ascending indices."""
-    cuts = np.flatnonzero(np.diff(indices) != 1)[:FIRST_RANGES] + 1
-    runs = np.split(indices, cuts)[:FIRST_RANGES]
-    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
+    cuts = np.flatnonzero(np.diff(indices) != 1)[:FIRST_RANGES]
+    starts, stops = [0, *(cuts + 1).tolist()], [*cuts.tolist(), len(indices) - 1]
+    return tuple((int(indices[a]), int(indices[b]) + 1) for a, b in zip(starts, stops, strict=True))[:FIRST_RANGES]
 
 
 def digest(salt: str) -> str:

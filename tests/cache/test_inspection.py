@@ -233,12 +233,13 @@ def test_a_huge_tree_is_quick(branches: int, turns: int) -> None:
     store((*deep, Append((7,) * 3)))
     for branch in range(branches):
         store((Append((branch + 8, 1)), Drop(frozenset({0})), Append((2,))))
-    started = time.perf_counter()
+    started = time.thread_time()
     tree = tree_view(cache, max_nodes=500, max_depth=1000)
-    elapsed = time.perf_counter() - started
+    elapsed = time.thread_time() - started
     cut_everywhere(tree, 500, 1000)
     assert (len(tree.nodes), tree.total_nodes) == (500, 1 + 2 * turns + 1 + 3 * branches)
     assert tree.nodes[0].hidden == branches + 1 - 499
+    # CPU time, as others may be busy: about 0.02 s on a 2-core EPYC, and 0.1 s with 150,000 nodes.
     assert elapsed < 0.5
     narrow = tree_view(cache, max_nodes=10_000, max_depth=2 * turns + 1)
     assert max(node.depth for node in narrow.nodes) == (2 * turns + 1 if 3 * branches < 9_500 else 3)

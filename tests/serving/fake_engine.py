@@ -88,6 +88,7 @@ class FakeEngine:
             "pages_leased": 2,
             "pages_private": 1,
             "requests_aborted_total": self.aborted,
+            "evicted_pages_total": {},
         }
         nothing = {f.name: 0 if f.type == "int" else Distribution((), (0,), 0.0) for f in fields(EngineStats)}
         return EngineStats(**{**nothing, **told})
