@@ -17,6 +17,8 @@ GROUPS = {
     "tests/test_engine.py": "tiny engines",
     "tests/test_async_engine.py": "tiny engines",
     "tests/test_reuse.py": "tiny engines",
+    "tests/test_stats.py": "tiny engines",
+    "tests/cache/test_inspection.py": "tiny engines",
     "tests/kernels": "kernels",
 }
 

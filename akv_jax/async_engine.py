@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 import structlog
 
+from akv_jax.cache.inspection import TreeView
 from akv_jax.config import EngineConfig
-from akv_jax.engine import Engine, EngineStats
+from akv_jax.engine import Engine
 from akv_jax.errors import Reason, RequestError
 from akv_jax.models.load import LoadedModel
 from akv_jax.request import Output, Request
 from akv_jax.runtime.runner import Progress
+from akv_jax.stats import EngineStats
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -136,6 +138,10 @@ class AsyncEngine:
     async def flush_cache(self) -> int:
         """Free every unleased page; returns how many."""
         return await self._call(lambda engine: engine.flush_cache())
+
+    async def cache_tree(self, max_nodes: int, max_depth: int) -> TreeView:
+        """What the cache holds, between two steps; see `Engine.cache_tree`."""
+        return await self._call(lambda engine: engine.cache_tree(max_nodes, max_depth))
 
     async def check(self) -> None:
         """See `Engine.check`."""

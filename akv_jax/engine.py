@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from akv_jax.cache.base import KVCache
+from akv_jax.cache.eviction import EvictionClass
+from akv_jax.cache.inspection import TreeView, tree_view
 from akv_jax.cache.naive import NaiveCache
 from akv_jax.cache.pages import PagePool
 from akv_jax.cache.radix_tree import RadixCache
@@ -23,6 +26,7 @@ from akv_jax.request import Output, Request, Usage
 from akv_jax.runtime.generation import Generation, new_generation, sampling_plan, token_logprob
 from akv_jax.runtime.runner import Progress, Runner, SamplingPlan, StepResult
 from akv_jax.scheduler import Job, Schedule, Scheduler
+from akv_jax.stats import Clock, EngineStats, Meter
 
 
 class Executor(Protocol):
@@ -33,26 +37,6 @@ class Executor(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Numbers for /metrics. Totals count from the start of the engine."""
-
-    num_running: int
-    num_waiting: int
-    pages_free: int
-    pages_cached: int
-    pages_leased: int
-    pages_private: int
-    forwards_total: int
-    computed_tokens_total: int
-    prompt_tokens_total: int
-    generation_tokens_total: int
-    requests_total: int
-    requests_aborted_total: int
-    preemptions_total: int
-    compilations_total: int
-
-
 @dataclass(slots=True)
 class _Work:
     """A request from its acceptance to its end."""
@@ -60,6 +44,8 @@ class _Work:
     request: Request
     job: Job
     generation: Generation
+    #: When it was accepted, seconds by the engine's clock.
+    accepted: float
     usage: Usage | None = None
     next_logits: np.ndarray | None = None
     prompt_logits: dict[int, np.ndarray] | None = None
@@ -69,10 +55,15 @@ class Engine:
     """Accepts requests, runs steps, gives outputs. Not thread-safe: `async_engine.AsyncEngine` serialises the calls."""
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, cache: KVCache | None = None, runner: Runner | None = None
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        cache: KVCache | None = None,
+        runner: Runner | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`cache` keeps K and V between requests; by default a radix tree. `runner` may be one that is warm already
-        and was made for the same model, pool and buckets."""
+        and was made for the same model, pool and buckets. Everything that is timed is timed by `clock` (DESIGN R6)."""
         self.model, self.config = model, config
         self.runner = Runner(model.config, model.params, config) if runner is None else runner
         self.executor: Executor = self.runner
@@ -89,7 +80,7 @@ class Engine:
             logit_rows=self.runner.logit_rows(self.runner.largest_bucket),
         )
         self._works: dict[str, _Work] = {}
-        self._totals = dict.fromkeys(("forwards", "computed", "prompt", "generated", "requests", "aborted"), 0)
+        self._clock, self._meter = clock, Meter()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -113,14 +104,14 @@ class Engine:
             self.model.tokenizer,
         )
         job = self.scheduler.submit(request.request_id, timeline, request.cache_salt, request.logits_at)
-        self._works[request.request_id] = _Work(request, job, generation)
-        self._totals["requests"] += 1
-        self._totals["prompt"] += timeline.count
+        self._works[request.request_id] = _Work(request, job, generation, self._clock())
+        self._meter.requests += 1
+        self._meter.prompt_tokens += timeline.count
 
     def abort(self, request_id: str) -> None:
         """Stop a request, if it still runs, and give its pages back."""
         if request_id in self._works:
-            self._totals["aborted"] += 1
+            self._meter.aborted += 1
             self.scheduler.finish(self._works.pop(request_id).job)
 
     @property
@@ -129,20 +120,30 @@ class Engine:
 
     def step(self) -> list[Output]:
         """One forward pass over whatever is due, and what it gave each request."""
+        begun = self._clock()
         schedule = self.scheduler.schedule()
+        self._note_starts(schedule, begun)
         outputs = [self._exhausted(job) for job in schedule.exhausted]
         if not schedule.parts:
             return outputs
         plan = assemble([part.placed for part in schedule.parts])
-        result = self.executor.run(plan, sampling_plan(self._rows(schedule), self.model.config.vocab_size))
+        sampling = sampling_plan(self._rows(schedule), self.model.config.vocab_size)
+        planned = self._clock()
+        result = self.executor.run(plan, sampling)
         self.scheduler.advance(schedule)
-        self._totals["forwards"] += 1
-        self._totals["computed"] += len(plan.tokens)
-        return outputs + self._outputs(schedule, result)
+        outputs += self._outputs(schedule, result)
+        self._meter.stepped(len(plan.tokens), planned - begun, self._clock() - begun)
+        return outputs
 
     def flush_cache(self) -> int:
         """Free every unleased page (DESIGN A8); running requests go on. Returns how many pages."""
         return self.cache.flush()
+
+    def cache_tree(self, max_nodes: int, max_depth: int) -> TreeView:
+        """What the cache holds, as values (see `inspection.tree_view`); nothing where nothing is kept."""
+        if not isinstance(self.cache, RadixCache):
+            return TreeView((), 0, 0)
+        return tree_view(self.cache, max_nodes=max_nodes, max_depth=max_depth)
 
     def check(self) -> None:
         """C7: every page is exactly one of free, cached, private or scratch. PageError if not."""
@@ -152,7 +153,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot."""
-        pages, leased = self.pool.counts(), self.cache.leased()
+        pages, leased, meter, cache = self.pool.counts(), self.cache.leased(), self._meter, self.cache.stats
+        evicted = {kind.name.lower(): count for kind, count in zip(EvictionClass, cache.evicted, strict=True)}
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
@@ -160,14 +162,30 @@ class Engine:
             pages_cached=pages.cached - leased,
             pages_leased=leased,
             pages_private=pages.private,
-            forwards_total=self._totals["forwards"],
-            computed_tokens_total=self._totals["computed"],
-            prompt_tokens_total=self._totals["prompt"],
-            generation_tokens_total=self._totals["generated"],
-            requests_total=self._totals["requests"],
-            requests_aborted_total=self._totals["aborted"],
+            derived_pages=cache.versions,
+            tombstones=cache.tombstones,
+            requests_total=meter.requests,
+            requests_aborted_total=meter.aborted,
+            prompt_tokens_total=meter.prompt_tokens,
+            generation_tokens_total=meter.generation_tokens,
+            forwards_total=meter.forwards,
+            computed_tokens_total=meter.computed_tokens,
+            restored_tokens_total=cache.restored,
+            copied_pages_total=cache.rotations,
+            derived_hops_total=cache.hops,
+            evicted_pages_total={**evicted, "forgotten": cache.forgotten},
             preemptions_total=self.scheduler.preemptions,
             compilations_total=self.runner.compilations.total,
+            prefix_cache_queries_total=meter.looked_up,
+            prefix_cache_hits_exact_total=meter.hits_exact,
+            prefix_cache_hits_rotated_total=meter.hits_rotated,
+            prefix_cache_misses_total=meter.misses,
+            drop_skipped_tokens_total=meter.drop_skipped,
+            queue_time=meter.queue_time.snapshot(),
+            plan_time=meter.plan_time.snapshot(),
+            step_time=meter.step_time.snapshot(),
+            step_tokens=meter.step_tokens.snapshot(),
+            closure=meter.closure.snapshot(),
         )
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
@@ -178,6 +196,16 @@ class Engine:
         if timeline.largest_position + 1 > limit:
             raise RequestError(Reason.CONTEXT_LENGTH_EXCEEDED, context_length_message(limit, timeline), "messages")
         return limit - timeline.next_position
+
+    def _note_starts(self, schedule: Schedule, now: float) -> None:
+        """Measure the wait and the closure of requests whose first step this is, or first after a retraction."""
+        for part in schedule.parts:
+            job, sequence = part.job, part.job.sequence
+            if sequence is None or sequence.forwards:
+                continue
+            self._meter.closure.observe(len(sequence.compute))
+            if not (job.forwards or job.decoding):
+                self._meter.queue_time.observe(now - self._works[job.job_id].accepted)
 
     def _rows(self, schedule: Schedule) -> list[Generation | None]:
         """Whose token each logit row of the step is; None for rows that are only looked at."""
@@ -216,9 +244,10 @@ class Engine:
         if first:
             job.decoding = True
             work.usage = _usage(job, self.model.config.largest_window)
+            self._meter.answered(work.usage)
         token = int(result.tokens[row])
         text, reason = generation.push(token)
-        self._totals["generated"] += 1
+        self._meter.generation_tokens += 1
         output = Output(work.request.request_id, (token,), text, finish_reason=reason)
         if sampling.logprobs:
             logprob = token_logprob(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING
 from fastapi import Depends, FastAPI
 from structlog.typing import FilteringBoundLogger
 
-from serving import chat, completions, sequence, system, tokens
+from akv_jax.stats import Clock
+from serving import cache_tree, chat, completions, sequence, system, tokens
 from serving.errors import install_error_handlers
 from serving.logging import create_logger
 from serving.metrics import Metrics
@@ -22,15 +24,21 @@ if TYPE_CHECKING:
     from akv_jax.async_engine import AsyncEngine
 
 
-def create_app(engine: AsyncEngine, settings: Settings, log: FilteringBoundLogger | None = None) -> FastAPI:
+def create_app(
+    engine: AsyncEngine,
+    settings: Settings,
+    log: FilteringBoundLogger | None = None,
+    clock: Clock = time.monotonic,
+) -> FastAPI:
     """An application around `engine`, which the caller starts and which may still be loading: until it is ready,
-    `/health` and `/metrics` answer and all the rest is a 503. When the server shuts down, the engine is stopped."""
+    `/health` and `/metrics` answer and all the rest is a 503. When the server shuts down, the engine is stopped.
+    Requests are timed by `clock`."""
     app = FastAPI(title="AKV-JAX", docs_url="/docs", redoc_url=None, lifespan=_stop_engine_at_the_end)
-    app.state.server = Server(settings, log or create_logger(settings.log_level), Metrics(), engine)
+    app.state.server = Server(settings, log or create_logger(settings.log_level), Metrics(), engine, clock)
     install_error_handlers(app)
     app.include_router(system.public)
-    for router in (chat.router, completions.router, sequence.router, tokens.router, system.router):
-        app.include_router(router, dependencies=[Depends(require_api_key)])
+    for module in (chat, completions, sequence, tokens, system, cache_tree):
+        app.include_router(module.router, dependencies=[Depends(require_api_key)])
     return app
 
 

@@ -21,7 +21,7 @@ from akv_jax.chat.tool_choice import parse_tool_choice
 from akv_jax.request import Request
 from serving.bodies import read_object
 from serving.chat_objects import ChatAnswer
-from serving.constraints import compile_grammar
+from serving.constraints import compile_grammar, needs_grammar
 from serving.generation import collect, generate, unless_disconnected
 from serving.responses import answer
 from serving.schemas import CACHE_FIELDS, ChatBody, PromptBody, validate
@@ -36,12 +36,13 @@ async def chat_completions(http: HttpRequest) -> Response:
     """OpenAI's chat completions, with the `cache` field and its synonyms. Streams if `stream` is true."""
     server = server_of(http)
     data = await read_object(http, server.settings.max_body_size)
+    arrived = server.clock()
     # Long conversations take a while to tokenise, and grammars to compile; others must not wait for that.
     body, request, reply = await asyncio.to_thread(_read, server, data)
     server.log_unknown(body.model_extra or ())
     if body.stream:
-        return await event_stream(server, http, _chunks(server, request, reply))
-    completion = await unless_disconnected(http, collect(server, request))
+        return await event_stream(server, http, _chunks(server, request, arrived, reply))
+    completion = await unless_disconnected(http, collect(server, request, arrived))
     return answer(reply.completion(completion))
 
 
@@ -56,7 +57,7 @@ def _read(server: Server, data: dict[str, Any]) -> tuple[ChatBody, Request, Chat
     choice = parse_tool_choice(body.tool_choice, tools)
     prepared = prepare(server, body, messages, tools)
     begun = model.tokenizer.decode(prepared.begun)
-    if choice.mode == "required" or body.response_format.type != "text":
+    if needs_grammar(body, tools, choice):
         grammar = compile_grammar(server.require_vocabulary(), body, tools, choice, begun)
         sampling = replace(sampling, grammar=grammar)
     request = Request(
@@ -90,10 +91,12 @@ def prepare(server: Server, body: PromptBody, messages: Sequence[Message], tools
     )
 
 
-async def _chunks(server: Server, request: Request, reply: ChatAnswer) -> AsyncGenerator[dict[str, Any], None]:
+async def _chunks(
+    server: Server, request: Request, arrived: float, reply: ChatAnswer
+) -> AsyncGenerator[dict[str, Any], None]:
     """The role with the first output, the reply as it comes, the finish reason, then (if asked for) the usage."""
     begun = False
-    async with aclosing(generate(server, request)) as outputs:
+    async with aclosing(generate(server, request, arrived)) as outputs:
         async for output in outputs:
             if not begun:
                 yield reply.first_chunk()

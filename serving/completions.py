@@ -34,11 +34,12 @@ async def completions(http: HttpRequest) -> Response:
     """OpenAI's older text completion. Streams if `stream` is true."""
     server = server_of(http)
     data = await read_object(http, server.settings.max_body_size)
+    arrived = server.clock()
     body, request, reply = await asyncio.to_thread(_read, server, data)
     server.log_unknown(body.model_extra or ())
     if body.stream:
-        return await event_stream(server, http, _chunks(server, request, reply))
-    completion = await unless_disconnected(http, collect(server, request))
+        return await event_stream(server, http, _chunks(server, request, arrived, reply))
+    completion = await unless_disconnected(http, collect(server, request, arrived))
     return answer(
         reply.object(
             completion.text,
@@ -169,8 +170,10 @@ class CompletionAnswer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-async def _chunks(server: Server, request: Request, reply: CompletionAnswer) -> AsyncGenerator[dict[str, Any], None]:
-    async with aclosing(generate(server, request)) as outputs:
+async def _chunks(
+    server: Server, request: Request, arrived: float, reply: CompletionAnswer
+) -> AsyncGenerator[dict[str, Any], None]:
+    async with aclosing(generate(server, request, arrived)) as outputs:
         async for output in outputs:
             for chunk in reply.chunks(output):
                 yield chunk

@@ -7,7 +7,7 @@ from typing import Any
 
 from akv_jax.chat.messages import Tool
 from akv_jax.chat.reply import ReplyStream
-from akv_jax.chat.tool_choice import ANY_OBJECT, ToolChoice, arguments_schema, reply_grammar
+from akv_jax.chat.tool_choice import ANY_OBJECT, ToolChoice, arguments_schema, free_grammar, reply_grammar
 from akv_jax.errors import RequestError, invalid
 from akv_jax.runtime.grammar import JSON_OPTIONS, Grammar, GrammarError, Vocabulary
 from serving.schemas import ChatBody, ResponseFormat
@@ -20,8 +20,9 @@ def compile_grammar(
 ) -> Grammar | None:
     """The grammar of the reply, or None where it is free.
 
-    A forced call leaves no room for other content. Where calls are the model's choice, a reply in a response format may
-    also be calls. `begun` is the text of the message that is continued: the message as a whole has to fit.
+    Text is free but for calls, where a tool is strict. A forced call leaves no room for other content. Where calls are
+    the model's choice, a reply in a response format may also be calls. `begun` is the text of the message that is
+    continued: the message as a whole has to fit.
 
     Raises RequestError.
     """
@@ -30,15 +31,23 @@ def compile_grammar(
         schemas = _forced(vocabulary, tools, choice)
         several = body.parallel_tool_calls and choice.name is None
         grammar = _calls(vocabulary, schemas, None, several)
+    elif content is None and needs_grammar(body, tools, choice):
+        grammar = _lark(vocabulary, free_grammar(_offered(vocabulary, tools), several=body.parallel_tool_calls))
     elif content is None:
         return None
     else:
         grammar = _json(vocabulary, content, body.response_format)
         if choice.mode == "auto":
-            schemas = [(tool.name, _if_it_compiles(vocabulary, tool)) for tool in tools]
+            schemas = _offered(vocabulary, tools)
             options = {**JSON_OPTIONS, **({"lenient": False} if _strict(body.response_format) else {})}
             grammar = _calls(vocabulary, schemas, {**content, "x-guidance": options}, body.parallel_tool_calls)
     return _after(grammar, begun)
+
+
+def needs_grammar(body: ChatBody, tools: Sequence[Tool], choice: ToolChoice) -> bool:
+    """Whether the reply is constrained at all."""
+    strict = choice.mode == "auto" and any(tool.strict for tool in tools)
+    return strict or choice.mode == "required" or body.response_format.type != "text"
 
 
 def _content_schema(wanted: ResponseFormat) -> Mapping[str, Any] | None:
@@ -66,15 +75,32 @@ def _forced(vocabulary: Vocabulary, tools: Sequence[Tool], choice: ToolChoice) -
     for index, tool in enumerate(tools):
         if choice.name not in (None, tool.name):
             continue
-        path = f"tools[{index}].function.parameters"
-        schema = arguments_schema(tool, path)
-        try:
-            vocabulary.json_schema(schema)
-        except GrammarError as error:
-            message = f"expected a JSON schema that can be compiled, as the call is forced: {error}"
-            raise invalid(message, path) from None
-        schemas.append((tool.name, schema))
+        schemas.append((tool.name, _arguments(vocabulary, index, tool, "the call is forced")))
     return schemas
+
+
+def _offered(vocabulary: Vocabulary, tools: Sequence[Tool]) -> list[tuple[str, Mapping[str, Any]]]:
+    """What calls at the model's choice must fit."""
+    return [
+        (
+            tool.name,
+            _arguments(vocabulary, index, tool, "the tool is strict")
+            if tool.strict
+            else _if_it_compiles(vocabulary, tool),
+        )
+        for index, tool in enumerate(tools)
+    ]
+
+
+def _arguments(vocabulary: Vocabulary, index: int, tool: Tool, why: str) -> Mapping[str, Any]:
+    """The schema of a call's arguments, which has been found to compile. Raises RequestError."""
+    path = f"tools[{index}].function.parameters"
+    schema = arguments_schema(tool, path)
+    try:
+        vocabulary.json_schema(schema, strict=tool.strict)
+    except GrammarError as error:
+        raise invalid(f"expected a JSON schema that can be compiled, as {why}: {error}", path) from None
+    return schema
 
 
 def _if_it_compiles(vocabulary: Vocabulary, tool: Tool) -> Mapping[str, Any]:
@@ -93,8 +119,12 @@ def _calls(
     content: Mapping[str, Any] | None,
     several: bool,
 ) -> Grammar:
+    return _lark(vocabulary, reply_grammar(schemas, content, several=several))
+
+
+def _lark(vocabulary: Vocabulary, text: str) -> Grammar:
     try:
-        return vocabulary.lark(reply_grammar(schemas, content, several=several))
+        return vocabulary.lark(text)
     except GrammarError as error:
         # Each schema compiles by itself.
         raise invalid(f"the tools are too much for one grammar: {error}", "tools") from None

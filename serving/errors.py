@@ -96,7 +96,7 @@ def _http_error(request: HttpRequest, error: Exception) -> Response:
 def _refused(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     server = server_of(request)
-    server.metrics.refusals.labels(reason=error.reason.value).inc()
+    server.metrics.refusals[error.reason.value] += 1
     server.log.info("refused", path=request.url.path, status=error.status, param=error.param, message=error.message)
     return request_error_response(error)
 

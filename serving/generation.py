@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +23,8 @@ Result = TypeVar("Result")
 class Record:
     """What the request's line in the log is made of."""
 
-    started: float = field(default_factory=time.monotonic)
+    #: All three in seconds by the server's clock.
+    arrived: float
     first_token: float | None = None
     last_token: float | None = None
     output_tokens: int = 0
@@ -32,14 +32,16 @@ class Record:
     usage: Usage | None = None
 
 
-async def generate(server: Server, request: Request) -> AsyncGenerator[Output, None]:
+async def generate(server: Server, request: Request, arrived: float) -> AsyncGenerator[Output, None]:
     """The engine's outputs, ending with the one that has a finish reason and the usage.
+
+    `arrived`: when the request's body was there, seconds by the server's clock; the measured times begin there.
 
     Raises:
         RequestError: refused, or cut off by a shutdown.
         Exception: the engine failed.
     """
-    record = Record()
+    record = Record(arrived)
     try:
         async with aclosing(server.require_engine().generate(request)) as outputs:
             async for output in outputs:
@@ -59,13 +61,14 @@ async def generate(server: Server, request: Request) -> AsyncGenerator[Output, N
 
 
 def _note(server: Server, record: Record, output: Output) -> None:
-    now = time.monotonic()
+    now = server.clock()
     if output.token_ids:
         if record.last_token is None:
             record.first_token = now
-            server.metrics.time_to_first_token.observe(now - record.started)
+            server.metrics.time_to_first_token.observe(now - record.arrived)
         else:
-            server.metrics.inter_token_latency.observe((now - record.last_token) / len(output.token_ids))
+            count = len(output.token_ids)
+            server.metrics.inter_token_latency.observe((now - record.last_token) / count, count)
         record.last_token = now
         record.output_tokens += len(output.token_ids)
     record.usage = output.usage or record.usage
@@ -73,11 +76,11 @@ def _note(server: Server, record: Record, output: Output) -> None:
 
 
 def _close(server: Server, request: Request, record: Record) -> None:
-    elapsed = time.monotonic() - record.started
+    elapsed = server.clock() - record.arrived
     finished = record.usage is not None
     if finished:
         server.metrics.latency.observe(elapsed)
-        server.metrics.finished.labels(finished_reason=record.finish).inc()
+        server.metrics.finished[record.finish or "none"] += 1
     usage = record.usage
     server.log.info(
         "request",
@@ -86,7 +89,7 @@ def _close(server: Server, request: Request, record: Record) -> None:
         computed=usage.computed_tokens if usage else None,
         cached=usage.cached_tokens if usage else None,
         output=record.output_tokens,
-        ttft=None if record.first_token is None else round(record.first_token - record.started, 3),
+        ttft=None if record.first_token is None else round(record.first_token - record.arrived, 3),
         total=round(elapsed, 3),
         finish=record.finish,
     )
@@ -104,9 +107,9 @@ class Completion:
     next_logits: np.ndarray | None
 
 
-async def collect(server: Server, request: Request) -> Completion:
+async def collect(server: Server, request: Request, arrived: float) -> Completion:
     """Run `request` to its end. Raises what `generate` raises."""
-    outputs = [output async for output in generate(server, request)]
+    outputs = [output async for output in generate(server, request, arrived)]
     last = outputs[-1]
     assert last.usage is not None and last.finish_reason is not None, "the engine's last output says how it ended"
     return Completion(

@@ -25,6 +25,7 @@ async def sequence(http: HttpRequest) -> Response:
     """Compute a history of operations and continue it. JSON or msgpack, by Content-Type and Accept."""
     server = server_of(http)
     data = await read_object(http, server.settings.max_body_size)
+    arrived = server.clock()
     engine = server.require_engine()
     body = validate(SequenceBody, data)
     server.log_unknown(body.model_extra or ())
@@ -36,7 +37,7 @@ async def sequence(http: HttpRequest) -> Response:
         cache_salt=body.cache_salt,
         return_logits=body.return_logits,
     )
-    completion = await unless_disconnected(http, collect(server, request))
+    completion = await unless_disconnected(http, collect(server, request, arrived))
     return answer(_sequence_object(server, request, completion), as_msgpack=wants_msgpack(http))
 
 

@@ -15,6 +15,7 @@ from structlog.typing import FilteringBoundLogger
 from akv_jax.chat.choose_template import ChatFormat, TemplateError, chat_format
 from akv_jax.errors import Reason, RequestError, invalid
 from akv_jax.runtime.grammar import Vocabulary
+from akv_jax.stats import Clock
 from serving.metrics import Metrics
 from serving.settings import Settings
 
@@ -43,6 +44,8 @@ class Server:
     log: FilteringBoundLogger
     metrics: Metrics
     engine: AsyncEngine
+    #: Everything that is timed is timed by it; an argument, so that tests can have their own.
+    clock: Clock = time.monotonic
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     #: Unix time, seconds.
     started: int = field(default_factory=lambda: int(time.time()))

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from akv_jax.cache.base import CacheStats, MatchResult
 from akv_jax.cache.eviction import EvictionClass, EvictionQueue
-from akv_jax.cache.history import common, steps
+from akv_jax.cache.history import REPOSITION, common, steps
 from akv_jax.cache.pages import PageError, PagePool
 from akv_jax.config import EvictionPolicy, RepositionMode
 from akv_jax.planning.visibility import NEVER, Timeline, View
@@ -58,6 +58,13 @@ class _Node:
             if shift:
                 pages = np.where(pages < 0, others[at], pages)
         return pages
+
+    @property
+    def dropped(self) -> np.ndarray | None:
+        """Of a drop, the logical indices that it newly deactivates, ascending int32."""
+        if not isinstance(self.edge, bytes) or self.edge == REPOSITION:
+            return None
+        return np.frombuffer(self.edge, np.int32)
 
 
 class RadixCache:
@@ -192,6 +199,18 @@ class RadixCache:
     def remembered(self) -> int:
         """Tokens on all paths, tombstones included."""
         return self._tokens
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
+
+    def roots(self) -> Mapping[str, _Node]:
+        """The tree by salt, to be read and not changed."""
+        return self._roots
+
+    def is_leased(self, pages: np.ndarray) -> np.ndarray:
+        """Bool, for each of these cached pages."""
+        return self._references[pages] > 0
 
     def check(self) -> None:
         """The tree is well-formed and its books are right. PageError if not."""

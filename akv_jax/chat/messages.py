@@ -60,6 +60,8 @@ class Tool:
     declaration: str
     #: JSON schema of the arguments; None where the client sent none, for a function without any.
     parameters: Mapping[str, Any] | None = None
+    #: Calls must fit `parameters`, also those at the model's choice.
+    strict: bool = False
 
 
 def describe(value: object) -> str:
@@ -267,4 +269,7 @@ def _parse_tool(value: Any, path: str) -> Tool:
     if not isinstance(parameters, Mapping | None):
         found = describe(parameters)
         raise invalid(f"expected a JSON schema (an object) or null, found {found}", f"{path}.function.parameters")
-    return Tool(name, _sound(dump_json(value, path), path), parameters)
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise invalid(f"expected true, false or null, found {describe(strict)}", f"{path}.function.strict")
+    return Tool(name, _sound(dump_json(value, path), path), parameters, bool(strict))

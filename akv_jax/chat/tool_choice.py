@@ -72,19 +72,43 @@ def reply_grammar(
 
     `several`: whether more than one call may be made.
     """
-    forms = [f'"{{\\"name\\": " {_quoted(json.dumps(name, ensure_ascii=False))} ", \\"arguments\\": " a{i} "}}"'
-             for i, (name, _) in enumerate(calls)]  # fmt: skip
     rules = [
         "start: calls" + (" | content" if content is not None else ""),
         'calls: call ("\\n" call)*' if several else "calls: call",
-        'call: "<tool_call>\\n" form "\\n</tool_call>"',
-        "form: " + " | ".join(f"f{i}" for i in range(len(forms))),
-        *(f"f{i}: {form}" for i, form in enumerate(forms)),
-        *(f"a{i}: %json {json.dumps({**schema, 'x-guidance': _STYLE})}" for i, (_, schema) in enumerate(calls)),
+        'call: "<tool_call>" rest',
+        *_call_rules(calls),
     ]
     if content is not None:
         rules.append(f"content: %json {json.dumps(content)}")
     return "\n".join(rules) + "\n"
+
+
+def free_grammar(calls: Sequence[tuple[str, Mapping[str, Any]]], *, several: bool) -> str:
+    """A Lark grammar: any text, in which the mark of a call begins one of these calls, written as in `reply_grammar`.
+
+    `several`: whether more than one call may be made; if not, the reply ends with the first.
+    """
+    rules = [
+        "start: (lead rest)* tail" if several else "start: tail | lead rest",
+        "tail: TEXT",
+        # Lazy: it ends with the first mark, whatever a longer text could be.
+        'lead[lazy]: TEXT "<tool_call>"',
+        r"TEXT: /(.|\n)*/",
+        *_call_rules(calls),
+    ]
+    return "\n".join(rules) + "\n"
+
+
+def _call_rules(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """The rule `rest`, which is what follows the mark of a call, and those that it needs."""
+    forms = [f'"{{\\"name\\": " {_quoted(json.dumps(name, ensure_ascii=False))} ", \\"arguments\\": " a{i} "}}"'
+             for i, (name, _) in enumerate(calls)]  # fmt: skip
+    return [
+        'rest: "\\n" form "\\n</tool_call>"',
+        "form: " + " | ".join(f"f{i}" for i in range(len(forms))),
+        *(f"f{i}: {form}" for i, form in enumerate(forms)),
+        *(f"a{i}: %json {json.dumps({**schema, 'x-guidance': _STYLE})}" for i, (_, schema) in enumerate(calls)),
+    ]
 
 
 def _quoted(text: str) -> str:

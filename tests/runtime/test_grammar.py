@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from akv_jax.chat.detokenizer import TextStream
-from akv_jax.chat.tool_choice import reply_grammar
+from akv_jax.chat.tool_choice import free_grammar, reply_grammar
 from akv_jax.config import EngineConfig
 from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel, load_model
@@ -191,3 +191,29 @@ def test_a_retracted_request_goes_on_where_its_grammar_was(vocabulary: Vocabular
         assert generated(together[f"r{k}"]) == generated(alone[k])
         assert "".join(output.text for output in together[f"r{k}"]) == "".join(output.text for output in alone[k])
     assert json.loads("".join(output.text for output in together["r1"])) == words[1]["const"]
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_call_in_free_text(vocabulary: Vocabulary, model: LoadedModel, several: bool) -> None:
+    """Any text, also one that nearly begins a call; behind the mark nothing but a call; an end but within one."""
+    far = {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]}
+    state = vocabulary.lark(free_grammar([("look", far), ("go", far)], several=several)).start()
+    ends = set(model.eos_token_ids)
+
+    def may_end() -> bool:
+        return ends <= set(np.flatnonzero(state.allowed()).tolist())
+
+    for text in ("", "a < b, ", "naïve\n", "</tool_call> <tool_cal", "s> "):
+        push(state, model, text)
+        assert may_end()
+    push(state, model, "<tool_call>")
+    assert texts(state, model) == {"\n"} and not may_end()
+    push(state, model, '\n{"name": "')
+    assert texts(state, model) >= {"l", "g"} and "x" not in texts(state, model)
+    push(state, model, 'go", "arguments": {"far": ')
+    assert texts(state, model) == {"t", "f"}
+    push(state, model, "true}}\n</tool_call>")
+    assert state.complete == (not several) and may_end()
+    if several:
+        push(state, model, " and <tool_call>\n")
+        assert texts(state, model) >= {"{"} and "x" not in texts(state, model)

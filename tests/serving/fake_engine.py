@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, fields
 
 from akv_jax.config import EngineConfig
 from akv_jax.request import Output, Request, Usage
+from akv_jax.stats import Distribution, EngineStats
 
 Script = Callable[[Request], AsyncGenerator[Output, None]]
 
@@ -80,18 +80,18 @@ class FakeEngine:
             self.running -= 1
             self.aborted += not finished
 
-    async def stats(self) -> SimpleNamespace:
-        totals = "compilations requests forwards prompt_tokens computed_tokens generation_tokens preemptions"
-        return SimpleNamespace(
-            num_running=self.running,
-            num_waiting=0,
-            pages_free=250,
-            pages_cached=3,
-            pages_leased=2,
-            pages_private=1,
-            requests_aborted_total=self.aborted,
-            **{f"{name}_total": 0 for name in totals.split()},
-        )
+    async def stats(self) -> EngineStats:
+        told = {
+            "num_running": self.running,
+            "pages_free": 250,
+            "pages_cached": 3,
+            "pages_leased": 2,
+            "pages_private": 1,
+            "requests_aborted_total": self.aborted,
+            "evicted_pages_total": {},
+        }
+        nothing = {f.name: 0 if f.type == "int" else Distribution((), (0,), 0.0) for f in fields(EngineStats)}
+        return EngineStats(**{**nothing, **told})
 
     async def flush_cache(self) -> int:
         return 3

@@ -19,6 +19,7 @@ import uvicorn
 
 from akv_jax.models.llama import config_from_hf
 from akv_jax.serve import listen
+from akv_jax.stats import Clock
 from serving.app import create_app
 from serving.logging import create_logger
 from serving.settings import Settings
@@ -46,10 +47,13 @@ class Running:
 
 
 @contextmanager
-def running(engine: Any, **settings: Any) -> Iterator[Running]:
-    """Serve `engine` on a free port. Does not start the engine; stops it at the end, as the app does."""
+def running(engine: Any, clock: Clock = time.monotonic, **settings: Any) -> Iterator[Running]:
+    """Serve `engine` on a free port. Does not start the engine; stops it at the end, as the app does.
+
+    `clock` times the requests.
+    """
     log = io.StringIO()
-    app = create_app(engine, Settings(**settings), create_logger("debug", log))
+    app = create_app(engine, Settings(**settings), create_logger("debug", log), clock)
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

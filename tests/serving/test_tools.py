@@ -249,3 +249,59 @@ def test_where_no_calls_are_wanted_none_are_looked_for(fake: tuple[Running, Fake
 def test_the_openai_package_refuses_nothing_of_it(roomy: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="tool_choice"):
         create(roomy, tool_choice={"type": "function", "function": {"name": "fly"}})
+
+
+def strict(one: Any, value: Any = True) -> Any:
+    return {**one, "function": {**one["function"], "strict": value}}
+
+
+#: The reply goes on where a call has just begun, which a random model never would.
+BEGUN: list[Any] = [*HELLO, {"role": "assistant", "content": "Let me see. <tool_call>"}]
+
+
+def test_a_strict_tools_call_fits_at_the_models_choice(roomy: Running) -> None:
+    """And ends the reply where one call is all that may be made."""
+    body = {"continue_final_message": True}
+    for letter in "pw":
+        bias = {str(roomy.post("/tokenize", {"prompt": letter}).json()["tokens"][0]): 100}
+        answer = create(
+            roomy,
+            messages=BEGUN,
+            tools=[strict(PAINT), WAIT],
+            parallel_tool_calls=False,
+            logit_bias=bias,
+            extra_body=body,
+        )
+        choice = answer.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        check_call(call)
+        assert call.function.name[0] == letter
+
+
+def test_text_around_strict_calls_is_free(roomy: Running) -> None:
+    """What follows a call is the model's business again, and so is a reply that calls nothing."""
+    body = {"continue_final_message": True}
+    a = roomy.post("/tokenize", {"prompt": "A"}).json()["tokens"][0]
+    tools = [strict(WAIT)]
+    choice = create(roomy, messages=BEGUN, tools=tools, logit_bias={str(a): 100}, extra_body=body).choices[0]
+    check_call(choice.message.tool_calls[0])
+    assert choice.message.content.endswith("A" * 100) and choice.finish_reason == "length"
+    choice = create(roomy, tools=tools, logit_bias={str(a): 100}, max_tokens=20).choices[0]
+    assert choice.message.content == "A" * 20 and not choice.message.tool_calls
+    # Not for a tool that is not: the mask would be in the way.
+    loose = create(roomy, messages=BEGUN, tools=[WAIT], logit_bias={str(a): 100}, max_tokens=20, extra_body=body)
+    assert loose.choices[0].message.content.endswith("A" * 20)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_strict_refuses_what_cannot_be_checked(roomy: Running, choice: str) -> None:
+    unchecked = tool("f", {"x": {"type": "array", "uniqueItems": True}})
+    create(roomy, tools=[strict(unchecked, False)], tool_choice=choice, max_tokens=1)
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(roomy, tools=[WAIT, strict(unchecked)], tool_choice=choice, max_tokens=1)
+    assert caught.value.param == "tools[1].function.parameters"
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(roomy, tools=[strict(WAIT, "yes")], tool_choice=choice, max_tokens=1)
+    assert caught.value.param == "tools[0].function.strict"
+    create(roomy, tools=[strict(unchecked)], tool_choice="none", max_tokens=1)
