@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+
+from akv_jax.cache.history import REPOSITION
+
+#: What leads from a node to a child: the next token, or an operation as `history.steps` has it. A root's is its salt.
+Edge = int | bytes | str
+#: Parent (-1: none), edge, tokens, and when it was last used.
+Path = tuple[int, Edge, np.ndarray, int]
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 class NodeKind(IntEnum):
@@ -24,8 +33,8 @@ class TreeExport:
     node's: a run's token ids, or the indices that a drop deactivates; `last_used` int64. `salts`: one a root, in order.
 
     Of resident pages, one *slot* each, the most worth keeping first and derived versions last: `nodes` and `offsets`,
-    int32, the run and the place in it; `shifts` int32, position minus birth position (DESIGN C2); `used` int64;
-    `dropped` bool, whether its last user did.
+    int32, the run and the place in it; `shifts` int32, position minus birth position (DESIGN C2); `ranks` int32, their
+    places in the order of eviction, the next to go first; `left` bool, whether their last user left them behind (C5).
     """
 
     salts: tuple[str, ...]
@@ -37,12 +46,12 @@ class TreeExport:
     nodes: np.ndarray
     offsets: np.ndarray
     shifts: np.ndarray
-    used: np.ndarray
-    dropped: np.ndarray
+    ranks: np.ndarray
+    left: np.ndarray
 
     #: Columns and their dtypes, little-endian.
     NODE_COLUMNS: ClassVar = {"parents": "<i4", "kinds": "|u1", "lengths": "<i4", "last_used": "<i8"}
-    SLOT_COLUMNS: ClassVar = {"nodes": "<i4", "offsets": "<i4", "shifts": "<i4", "used": "<i8", "dropped": "|u1"}
+    SLOT_COLUMNS: ClassVar = {"nodes": "<i4", "offsets": "<i4", "shifts": "<i4", "ranks": "<i4", "left": "|u1"}
     COLUMNS: ClassVar = {**NODE_COLUMNS, "numbers": "<i4", **SLOT_COLUMNS}
 
     @property
@@ -62,9 +71,35 @@ class TreeExport:
         """The same paths with the first `count` slots only."""
         return replace(self, **{name: getattr(self, name)[:count] for name in self.SLOT_COLUMNS})
 
-    def part(self, node: int, ends: np.ndarray) -> np.ndarray:
-        """The node's numbers; `ends` are the running totals of `lengths`."""
-        return self.numbers[ends[node] - self.lengths[node] : ends[node]]
+    def paths(self) -> Iterator[Path]:
+        """Every node; the arrays are the caller's."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        salts = iter(self.salts)
+        rows = zip(self.parents.tolist(), self.kinds.tolist(), (ends - self.lengths).tolist(), ends.tolist())
+        for (parent, kind, start, end), last_used in zip(rows, self.last_used.tolist(), strict=True):
+            own = self.numbers[start:end]
+            if kind == NodeKind.RUN:
+                yield parent, int(own[0]), own.copy(), last_used
+            elif kind == NodeKind.ROOT:
+                yield parent, next(salts), _NO_TOKENS, last_used
+            else:
+                yield parent, REPOSITION if kind == NodeKind.REPOSITION else own.tobytes(), _NO_TOKENS, last_used
+
+    def starts(self) -> np.ndarray:
+        """Logical index of each node's first token, int64."""
+        starts = np.zeros(self.num_nodes, np.int64)
+        tokens = np.where(self.kinds == NodeKind.RUN, self.lengths, 0)
+        for node, parent in enumerate(self.parents.tolist()):
+            if parent >= 0:
+                starts[node] = starts[parent] + tokens[parent]
+        return starts
+
+    def by_version(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Node, shift and slots of each version of each run."""
+        order = np.lexsort((self.shifts, self.nodes))
+        breaks = (np.diff(self.nodes[order]) != 0) | (np.diff(self.shifts[order]) != 0)
+        for slots in np.split(order, np.flatnonzero(breaks) + 1) if len(order) else ():
+            yield int(self.nodes[slots[0]]), int(self.shifts[slots[0]]), slots
 
     def validate(self) -> None:
         """ValueError that says what is wrong if no tree could have been exported like this."""
@@ -77,17 +112,16 @@ class TreeExport:
     def _validate_nodes(self) -> None:
         roots = self.parents == -1
         _require((self.parents >= -1).all() and (self.parents < np.arange(self.num_nodes)).all(), "parents come late")
-        _require(((self.kinds == NodeKind.ROOT) == roots).all() and (self.kinds <= max(NodeKind)).all(), "unknown kinds")
+        _require(((self.kinds == NodeKind.ROOT) == roots).all(), "roots that are none")
+        _require((self.kinds <= max(NodeKind)).all(), "unknown kinds")
         _require(int(roots.sum()) == len(self.salts) == len(set(self.salts)), "not one salt a root")
         listed = np.isin(self.kinds, (NodeKind.RUN, NodeKind.DROP))
         _require((self.lengths[listed] > 0).all() and not self.lengths[~listed].any(), "lengths of nodes")
         _require(int(self.lengths.sum(dtype=np.int64)) == len(self.numbers), "not as many numbers as nodes have")
         _require((self.numbers >= 0).all(), "negative numbers")
-        _require(_are_times(self.last_used), "times of nodes")
-        ends, edges = np.cumsum(self.lengths), set()
-        for node in np.flatnonzero(~roots).tolist():
-            own = self.part(node, ends)
-            edges.add((int(self.parents[node]), self.kinds[node], own[: 1 if self._is_run(node) else None].tobytes()))
+        # Far from overflow, for the clock goes on from there.
+        _require(((self.last_used >= 0) & (self.last_used < 1 << 60)).all(), "times of nodes")
+        edges = {(parent, edge) for parent, edge, _, _ in self.paths() if parent >= 0}
         _require(len(edges) == self.num_nodes - len(self.salts), "two children with one edge")
 
     def _validate_slots(self) -> None:
@@ -99,18 +133,36 @@ class TreeExport:
         alike = np.logical_and.reduce([column[1:] == column[:-1] for column in columns])
         _require(not alike.any(), "two slots for one entry")
         _require((self.shifts[: self.num_births] == 0).all(), "derived versions before birth versions")
-        _require(_are_times(self.used), "times of slots")
+        # Where slots were left off the end, ranks are missing.
+        _require(len(np.unique(self.ranks)) == self.num_slots, "two slots with one rank")
 
-    def _is_run(self, node: int) -> bool:
-        return self.kinds[node] == NodeKind.RUN
+
+def from_nodes(paths: Sequence[Path], **slots: np.ndarray) -> TreeExport:
+    """From what `TreeExport.paths` gives, and the columns of the slots."""
+    kinds, numbers = [], [_NO_TOKENS]
+    for _, edge, tokens, _ in paths:
+        if isinstance(edge, bytes):
+            kinds.append(NodeKind.REPOSITION if edge == REPOSITION else NodeKind.DROP)
+            tokens = np.frombuffer(edge, np.int32) if kinds[-1] == NodeKind.DROP else _NO_TOKENS
+        else:
+            kinds.append(NodeKind.ROOT if isinstance(edge, str) else NodeKind.RUN)
+        numbers.append(tokens)
+    columns: dict[str, Any] = {
+        "parents": np.array([parent for parent, _, _, _ in paths], np.int32),
+        "kinds": np.array(kinds, np.uint8),
+        "lengths": np.array([len(own) for own in numbers[1:]], np.int32),
+        "numbers": np.concatenate(numbers),
+        "last_used": np.array([last_used for _, _, _, last_used in paths], np.int64),
+    }
+    return TreeExport(tuple(edge for _, edge, _, _ in paths if isinstance(edge, str)), **columns, **slots)
 
 
 def from_columns(salts: tuple[str, ...], columns: dict[str, bytes]) -> TreeExport:
     """From little-endian bytes by name. ValueError if some are missing, of no whole length, or make no tree."""
     _require(set(columns) == set(TreeExport.COLUMNS), "other columns than expected")
     arrays = {name: np.frombuffer(columns[name], dtype) for name, dtype in TreeExport.COLUMNS.items()}
-    _require((arrays["dropped"] <= 1).all(), "neither dropped nor not")
-    arrays["dropped"] = arrays["dropped"].astype(bool)
+    _require((arrays["left"] <= 1).all(), "neither left behind nor not")
+    arrays["left"] = arrays["left"].astype(bool)
     tree = TreeExport(salts, **arrays)
     tree.validate()
     return tree
@@ -118,13 +170,7 @@ def from_columns(salts: tuple[str, ...], columns: dict[str, bytes]) -> TreeExpor
 
 def to_columns(tree: TreeExport) -> dict[str, bytes]:
     """The reverse of `from_columns`, salts left aside."""
-    names = [field.name for field in fields(tree) if field.name != "salts"]
-    return {name: getattr(tree, name).astype(TreeExport.COLUMNS[name]).tobytes() for name in names}
-
-
-def _are_times(times: np.ndarray) -> bool:
-    # Far from overflow, for the clock goes on from there.
-    return bool(((times >= 0) & (times < 1 << 60)).all())
+    return {name: getattr(tree, name).astype(dtype).tobytes() for name, dtype in TreeExport.COLUMNS.items()}
 
 
 def _require(condition: object, what: str) -> None:

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -62,7 +62,7 @@ class Identity:
         """As msgpack gives it back."""
         model = {name: value for name, value in asdict(self.model).items() if name not in _FREE}
         whole = {"dtype": self.dtype, "model": model, "weights": self.weights, "name": self.model.name}
-        return msgpack.unpackb(msgpack.packb(whole))
+        return msgpack.unpackb(cast(bytes, msgpack.packb(whole)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _write_all(new: Path, identity: Identity, tree: TreeExport, arrays: Iterable
         "salts": tree.salts,
         "tree": to_columns(tree),
     }
-    payload = msgpack.packb(index)
+    payload = cast(bytes, msgpack.packb(index))
     with _CheckedFile(new / INDEX) as file:
         file.write(_HEADER.pack(_MAGIC, FORMAT, len(payload), hashlib.sha256(payload).digest()))
         file.write(payload)

@@ -17,7 +17,7 @@ def weights_digest(params: Params) -> str:
     """SHA-256 (hex) over name, dtype, shape and every byte of every array, NumPy or JAX, as it is used.
 
     Every byte, because a sample would miss an edited row of an embedding. Hashing what is in memory instead of the
-    files needs no reading, and takes in whatever the loader makes of them. Large arrays are hashed on all cores (outside
+    files needs no reading, and takes in whatever the loader makes of them. Arrays are hashed on all cores (outside
     Python's lock), at about 1.5 GB/s each: a small part of the time that loading takes, whatever the model's size.
     """
     leaves = list(_leaves(params))
@@ -43,4 +43,4 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, np.ndarray]]:
 
 def _digest(array: np.ndarray) -> bytes:
     # Bytes: bfloat16 is no type that buffers know.
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8)).digest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).digest()
