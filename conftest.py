@@ -17,6 +17,7 @@ GROUPS = {
     "tests/test_engine.py": "tiny engines",
     "tests/test_async_engine.py": "tiny engines",
     "tests/test_reuse.py": "tiny engines",
+    "tests/cache/test_persistence.py": "tiny engines",
     "tests/kernels": "kernels",
 }
 

@@ -18,7 +18,9 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
+import structlog
 
+from akv_jax import warm_start
 from akv_jax.cache import persistence
 from akv_jax.cache.export import TreeExport
 from akv_jax.cache.pages import PagePool
@@ -267,6 +269,8 @@ def test_a_restart_changes_nothing(mode: RepositionMode, tmp_path: Path) -> None
         serve(engine, "a", TALK)
         serve(engine, "b", (Append(tuple(range(20))),), "tenant")
         engine.cache.evict(6)
+        tree, _ = engine.cache.export()  # type: ignore[attr-defined]
+        assert (tree.num_slots > tree.num_births) == (mode == "copy")
         if restarted:
             assert engine.save_cache(tmp_path) > 20
             scrub(engine)
@@ -474,6 +478,30 @@ def test_files_are_for_their_owner_alone(stored_engine: Engine, tmp_path: Path) 
     assert b"secret salt" in (folder / INDEX).read_bytes()
     for path in [folder, *folder.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_start_says_what_became_of_what_was_stored(stored: Path) -> None:
+    """And starts whatever it was."""
+    engine = shared().engine(disable_radix_cache=False)
+    with structlog.testing.capture_logs() as logs:
+        warm_start.load(engine, stored)
+        flip(array_file(stored), -1)
+        warm_start.load(shared().engine(disable_radix_cache=False), stored)
+    assert [entry["log_level"] for entry in logs] == ["info", "warning"]
+    assert logs[0]["pages"] == engine.stats().pages_cached > 0 and "checksum" in logs[1]["reason"]
+
+
+def test_a_stop_that_cannot_store_is_a_stop_all_the_same(
+    stored: Path, stored_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is logged, what was stored before stays, and nothing is raised."""
+    monkeypatch.setattr(persistence, "os", FailingSystem(8, dead=False))
+    with structlog.testing.capture_logs() as logs:
+        warm_start.save(stored_engine, stored)
+    assert [(entry["log_level"], entry["reason"]) for entry in logs] == [
+        ("error", "[Errno 28] No space left on device")
+    ]
+    assert shared().engine(disable_radix_cache=False).load_cache(stored) > 0
 
 
 # -- crashes ---------------------------------------------------------------------------------------------------------

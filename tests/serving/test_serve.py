@@ -156,7 +156,12 @@ def test_what_was_cached_at_the_stop_is_there_at_the_next_start(tiny_directory: 
         server = Process(*flags, cache=tmp_path)
         try:
             eventually(lambda server=server: server.status("/ready") == 200, 240)
-            body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 4, "logprobs": True}
+            body = {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "temperature": 0,
+                "max_tokens": 4,
+                "logprobs": True,
+            }
             headers = {"Authorization": "Bearer sesame"}
             answers.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers).json())
             code, err = server.terminate()
