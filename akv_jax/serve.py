@@ -112,7 +112,7 @@ def argument_parser() -> argparse.ArgumentParser:
         default="drop_aware",
         help="what is given up first: dropped KV, or the least recently used (%(default)s)",
     )
-    add("--cache-dir", metavar="DIR", help="keep cached KV here from a stop to the next start (default: do not)")
+    add("--cache-dir", metavar="DIR", help="keep cached KV here from a stop to the next start")
     add("--max-body-size", type=_positive, metavar="BYTES", help="largest request body, then 413 (default: no limit)")
     add("--seed", type=int, metavar="N", help="seed of requests that send none (default: random)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
