@@ -19,6 +19,7 @@ GROUPS = {
     "tests/test_reuse.py": "tiny engines",
     "tests/test_stats.py": "tiny engines",
     "tests/cache/test_inspection.py": "tiny engines",
+    "tests/cache/test_persistence.py": "tiny engines",
     "tests/kernels": "kernels",
 }
 

@@ -64,15 +64,21 @@ class _Call:
 class AsyncEngine:
     """Everything the engine does happens in one thread, between two steps or in one."""
 
-    def __init__(self, make_engine: Callable[[], Engine], progress: Progress = lambda *_: None) -> None:
-        """`make_engine` is called in the engine's thread, so that loading does not hold up the server's start."""
-        self._make_engine, self._progress = make_engine, progress
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        progress: Progress = lambda *_: None,
+        finish: Callable[[Engine], None] = lambda _: None,
+    ) -> None:
+        """`make_engine` is called in the engine's thread, so that loading does not hold up the server's start, and so
+        is `finish`, after a clean stop and when nobody waits for an answer any more."""
+        self._make_engine, self._progress, self._finish = make_engine, progress, finish
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._subscribers: dict[str, _Subscriber] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._engine: Engine | None = None
         self._loaded = threading.Event()
-        self._draining = False
+        self._draining = self._finishing = False
         #: True once warm-up is over, until `stop`.
         self.ready = False
         self._ended: RequestError | None = None
@@ -109,6 +115,12 @@ class AsyncEngine:
         self._calls.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout=30)
+
+    def wait_finished(self) -> None:
+        """Block until a clean stop is over, however long `finish` takes; give up on a thread that does not stop."""
+        self._thread.join(timeout=30)
+        if self._finishing:
+            self._thread.join()
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Outputs of one request as they come; closing the iterator aborts it. RequestError if it is refused."""
@@ -168,6 +180,7 @@ class AsyncEngine:
             self.ready = True
             self._loaded.set()
             self._serve(self._engine)
+            self._finishing = True
         except BaseException as error:
             self.failure = error
             if self._loaded.is_set():
@@ -177,6 +190,16 @@ class AsyncEngine:
             self.ready = False
             self._loaded.set()
             self._leave_nobody_waiting()
+        if self._finishing:
+            self._end(self._require())
+
+    def _end(self, engine: Engine) -> None:
+        """A clean stop: what was computed for requests that are cut off is worth keeping too."""
+        try:
+            engine.abort_all()
+            self._finish(engine)
+        except BaseException:
+            _log.exception("the engine has stopped, but not finished")
 
     def _serve(self, engine: Engine) -> None:
         while True:

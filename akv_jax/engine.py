@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from akv_jax.cache import persistence
 from akv_jax.cache.base import KVCache
 from akv_jax.cache.eviction import EvictionClass
 from akv_jax.cache.inspection import TreeView, tree_view
@@ -18,6 +21,7 @@ from akv_jax.cache.radix_tree import RadixCache
 from akv_jax.config import EngineConfig, ModelConfig
 from akv_jax.errors import Reason, RequestError, invalid
 from akv_jax.models.load import LoadedModel
+from akv_jax.models.weights.digest import weights_digest
 from akv_jax.planning.plan import StepPlan
 from akv_jax.planning.planner import assemble
 from akv_jax.planning.usage import classify, num_segments
@@ -114,6 +118,11 @@ class Engine:
             self._meter.aborted += 1
             self.scheduler.finish(self._works.pop(request_id).job)
 
+    def abort_all(self) -> None:
+        """Stop everything, running or waiting; what was computed for it goes to the cache."""
+        for request_id in list(self._works):
+            self.abort(request_id)
+
     @property
     def busy(self) -> bool:
         return bool(self._works)
@@ -144,6 +153,44 @@ class Engine:
         if not isinstance(self.cache, RadixCache):
             return TreeView((), 0, 0)
         return tree_view(self.cache, max_nodes=max_nodes, max_depth=max_depth)
+
+    def save_cache(self, folder: Path) -> int:
+        """Write what is cached to `folder`, in place of what it holds; returns how many pages.
+
+        What running requests have of their own is left aside. OSError or StoredCacheError if it cannot be written.
+        """
+        assert isinstance(self.cache, RadixCache)
+        tree, pages = self.cache.export()
+        persistence.save(folder, self._identity, tree, self.runner.read_pages(pages))
+        return len(pages)
+
+    def load_cache(self, folder: Path) -> int:
+        """Take over what `save_cache` wrote, or as much as the pool holds; returns how many pages.
+
+        Only for an engine that nothing was submitted to. StoredCacheError, and nothing is cached, if what is there
+        cannot be used.
+        """
+        assert isinstance(self.cache, RadixCache)
+        with persistence.opened(folder, self._identity) as stored:
+            if stored is None:
+                return 0
+            # On-read looks for birth versions alone (DESIGN C8).
+            useful = stored.tree.num_slots if self.config.reposition == "copy" else stored.tree.num_births
+            count = min(useful, self.pool.num_free)
+            pages = self.pool.allocate(count)
+            try:
+                self.runner.write_pages(pages, stored.arrays(count))
+                self.cache.restore(stored.tree.first(count), pages)
+            except (persistence.StoredCacheError, ValueError) as error:
+                self.pool.free(pages)
+                raise persistence.StoredCacheError(str(error)) from None
+        self.check()
+        return count
+
+    @functools.cached_property
+    def _identity(self) -> persistence.Identity:
+        model = self.model
+        return persistence.Identity(model.config, weights_digest(model.params), self.config.dtype)
 
     def check(self) -> None:
         """C7: every page is exactly one of free, cached, private or scratch. PageError if not."""

@@ -7,6 +7,7 @@ and a port in use is noticed before minutes of loading), then the model is loade
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -111,6 +112,7 @@ def argument_parser() -> argparse.ArgumentParser:
         default="drop_aware",
         help="what is given up first: dropped KV, or the least recently used (%(default)s)",
     )
+    add("--cache-dir", metavar="DIR", help="keep cached KV here from a stop to the next start")
     add("--max-body-size", type=_positive, metavar="BYTES", help="largest request body, then 413 (default: no limit)")
     add("--seed", type=int, metavar="N", help="seed of requests that send none (default: random)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
@@ -128,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--tp: sharding over several devices is not there yet; use --tp 1")
     if arguments.model is not None and not os.path.exists(arguments.model):
         parser.error(f"--model: no such file or directory: {arguments.model}")
+    folder = _cache_folder(parser, arguments)
     configure_process(arguments.log_level)
     environment = Environment.read()
     settings = Settings(
@@ -141,11 +144,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
     # Imports JAX, which takes a while: not before the command line has proved right.
+    from akv_jax import warm_start
     from akv_jax.async_engine import AsyncEngine
 
+    def make_engine() -> Engine:
+        engine = load_engine(arguments, environment.cache_dir)
+        if folder is not None:
+            warm_start.load(engine, folder)
+        return engine
+
+    def finish(engine: Engine) -> None:
+        if folder is not None:
+            warm_start.save(engine, folder)
+
     console = Console(stderr=True)
-    engine = AsyncEngine(lambda: load_engine(arguments, environment.cache_dir), WarmUpBar(console))
-    return _serve(engine, settings, listener, console)
+    return _serve(AsyncEngine(make_engine, WarmUpBar(console), finish), settings, listener, console)
+
+
+def _cache_folder(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Path | None:
+    """`--cache-dir`, there and writable: at the stop it would be too late to say that it is not."""
+    from akv_jax.cache.persistence import prepare
+
+    if arguments.cache_dir is None:
+        return None
+    if arguments.disable_radix_cache:
+        parser.error("--cache-dir: with --disable-radix-cache there is nothing to keep")
+    folder = Path(arguments.cache_dir).expanduser()
+    try:
+        prepare(folder)
+    except OSError as error:
+        parser.error(f"--cache-dir: {folder}: {error.strerror}")
+    return folder
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -212,6 +241,9 @@ def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, con
         # Stopped while loading. A thread inside the compiler can neither be told to end nor be waited for.
         sys.stderr.flush()
         os._exit(0)
+    # A second Ctrl-C does not wait for what is being stored.
+    with contextlib.suppress(KeyboardInterrupt):
+        engine.wait_finished()
     if engine.failure is not None:
         return _explain(engine.failure, console)
     return 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pytest
+import structlog
 
 from akv_jax.async_engine import AsyncEngine
 from akv_jax.engine import Engine
@@ -193,6 +195,58 @@ def test_a_failure_to_start_is_told() -> None:
     assert not engine.ready
     assert play(refused(all_of(engine, request("r")))).reason is Reason.SHUTTING_DOWN
     engine.stop()
+
+
+def test_a_clean_stop_is_finished_when_nobody_waits_any_more() -> None:
+    """What a request that is cut off has computed is cached by then, and nobody leases it (C4)."""
+    seen: list[tuple[int, bool]] = []
+    cut: list[bool] = []
+
+    def finish(engine: Engine) -> None:
+        time.sleep(0.3)
+        engine.check()
+        stats = engine.stats()
+        assert (stats.num_running, stats.pages_leased, stats.pages_private) == (0, 0, 0)
+        seen.append((stats.pages_cached, bool(cut)))
+
+    async def scene(engine: AsyncEngine) -> None:
+        stream = engine.generate(request("r", 1000, length=40))
+        await anext(stream)
+        stopping = asyncio.ensure_future(asyncio.to_thread(engine.stop))
+        with contextlib.suppress(RequestError):
+            async for _ in stream:
+                pass
+        cut.append(True)
+        await stopping
+
+    engine = AsyncEngine(lambda: shared().engine(disable_radix_cache=False), finish=finish)
+    engine.start()
+    engine.wait_ready()
+    play(scene(engine))
+    engine.wait_finished()
+    ((cached, answered),) = seen
+    assert cached >= 40 and answered
+
+
+def test_a_failed_engine_is_not_finished() -> None:
+    """Its state is not to be trusted; and what goes wrong in finishing a good one holds nobody up."""
+
+    def finish(engine: Engine) -> None:
+        raise ValueError(f"called with {engine}")
+
+    engine = AsyncEngine(stumbling(0), finish=lambda _: pytest.fail("finished after a failure"))
+    engine.start()
+    engine.wait_ready()
+    play(refused(all_of(engine, request("r"))))
+    engine.wait_finished()
+    assert isinstance(engine.failure, RuntimeError)
+    engine = AsyncEngine(shared().engine, finish=finish)
+    engine.start()
+    engine.wait_ready()
+    with structlog.testing.capture_logs() as logs:
+        engine.stop()
+        engine.wait_finished()
+    assert engine.failure is None and [entry["log_level"] for entry in logs] == ["error"]
 
 
 def test_before_it_is_ready() -> None:

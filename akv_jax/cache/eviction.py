@@ -98,6 +98,11 @@ class EvictionQueue:
         self.withdraw(pages)
         return pages
 
+    def order(self) -> np.ndarray:
+        """Every idle page, the next to be taken first: int32."""
+        batches = (pages[self._time[pages] == time][::-1] for queue in self._queues for time, pages in queue)
+        return np.concatenate([np.zeros(0, np.int32), *batches])
+
     def idle(self, pages: np.ndarray) -> np.ndarray:
         """Which of these are idle: bool."""
         return self._time[pages] > 0

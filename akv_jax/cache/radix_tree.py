@@ -21,6 +21,7 @@ import numpy as np
 
 from akv_jax.cache.base import CacheStats, MatchResult
 from akv_jax.cache.eviction import EvictionClass, EvictionQueue
+from akv_jax.cache.export import TreeExport, from_nodes
 from akv_jax.cache.history import REPOSITION, common, steps
 from akv_jax.cache.pages import PageError, PagePool
 from akv_jax.config import EvictionPolicy, RepositionMode
@@ -238,6 +239,58 @@ class RadixCache:
         idle = self._idle.idle(np.arange(len(self._owner)))
         if not np.array_equal(idle, (self._owner >= 0) & (references == 0)) or idle.sum() != len(self._idle):
             raise PageError("the pages that may be evicted are not those that nobody leases")
+
+    # -- as plain values ---------------------------------------------------------------------------------------------
+
+    def export(self) -> tuple[TreeExport, np.ndarray]:
+        """The tree as it stands, and the page of each of its slots, int32. PageError if a page is leased."""
+        if self.leased():
+            raise PageError("a cache is exported when nobody leases from it")
+        nodes = list(self._roots.values())
+        for node in nodes:
+            nodes.extend(node.children.values())
+        place = {node.number: index for index, node in enumerate(nodes)}
+        order = self._idle.order()
+        # What would go last comes first, but for derived versions, which cost no more than a copy.
+        slots = np.lexsort((-np.arange(len(order)), self._shift[order] != 0))
+        pages = order[slots]
+        tree = from_nodes(
+            [(place[n.parent.number] if n.parent else -1, n.edge, n.tokens, n.last_used) for n in nodes],
+            nodes=np.array([place[number] for number in self._owner[pages].tolist()], np.int32),
+            offsets=self._offset[pages],
+            shifts=self._shift[pages],
+            ranks=slots.astype(np.int32),
+            left=self._idle.classes(pages) <= EvictionClass.LEFT_BIRTH,
+        )
+        return tree, pages
+
+    def restore(self, tree: TreeExport, pages: np.ndarray) -> None:
+        """Become what was exported, with these private pages for its slots, int32 [slots].
+
+        ValueError, and nothing has changed, if something is cached already or if no tree could be like this.
+        """
+        if self._nodes or len(pages) != tree.num_slots:
+            raise ValueError("only an empty cache can be restored, with a page for each slot")
+        tree.validate()
+        nodes: list[_Node] = []
+        for parent, edge, tokens, last_used in tree.paths():
+            nodes.append(self._add(nodes[parent] if parent >= 0 else None, edge, tokens, last_used))
+        self._roots = {str(node.edge): node for node in nodes if node.parent is None}
+        starts = tree.starts()
+        for index, shift, slots in tree.by_version():
+            offered = np.full(len(nodes[index].tokens), -1, np.int32)
+            offered[tree.offsets[slots]] = pages[slots]
+            self._take(nodes[index], int(starts[index]), offered, np.full_like(offered, shift))
+        self._pool.to_cached(pages)
+        classes = EvictionClass.FINISHED_BIRTH - 2 * tree.left - (tree.shifts != 0)
+        order = np.argsort(-tree.ranks)
+        self._idle.put(pages[order], classes[order].astype(np.uint8))
+        self._clock = itertools.count(1 + int(tree.last_used.max(initial=0)))
+        for node in reversed(nodes):
+            # Where not every slot was given a page, some paths lead to nothing.
+            if node.number in self._nodes:
+                self._prune(node)
+        self._forget()
 
     # -- pages -------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +24,9 @@ from akv_jax.runtime.batch import StepBatch, build
 from akv_jax.runtime.sampling import Adjustment, Sampled, SamplingBatch, sample
 from akv_jax.runtime.step import Step, compile_step
 from pallas_kernels.segment_attention.api import backend
+
+#: Pages that are written at once when a stored cache is loaded.
+LOAD_BLOCK = 1024
 
 #: Called with what is being made ready, how many parts are done, and how many there are.
 Progress = Callable[[str, int, int], None]
@@ -158,6 +161,36 @@ class Runner:
         tokens, logprobs, top_ids, top_logprobs = jax.device_get(sampled)
         return StepResult(tokens, logprobs, top_ids, top_logprobs, logits)
 
+    def read_pages(self, pages: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """What int32 [pages] hold: layer by layer K, then V, each [pages, G*D] with a name.
+
+        float32, or bfloat16's bits as uint16.
+        """
+        for layer, pools in enumerate(zip(self._pool.k, self._pool.v, strict=True)):
+            for kind, pool in zip("kv", pools, strict=True):
+                rows = np.asarray(pool)[pages]
+                yield _array_name(layer, kind), rows if rows.dtype == np.float32 else rows.view(np.uint16)
+
+    def write_pages(self, pages: np.ndarray, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Put what `read_pages` gave into pages, int32 [pages]. Compiles, and so is for the time before serving.
+
+        ValueError if the arrays are not this model's; some pages may have been written by then.
+        """
+        keys, values = list(self._pool.k), list(self._pool.v)
+        places = [(layer, kind) for layer in range(len(keys)) for kind in "kv"]
+        width, dtype = keys[0].shape[1], np.float32 if self.config.dtype == "float32" else np.uint16
+        try:
+            for (layer, kind), (name, rows) in zip(places, arrays, strict=True):
+                if name != _array_name(layer, kind) or rows.shape != (len(pages), width) or rows.dtype != dtype:
+                    expected = f"{_array_name(layer, kind)}, {np.dtype(dtype)} {(len(pages), width)}"
+                    raise ValueError(f"array {name}, {rows.dtype} {rows.shape}, where {expected} was expected")
+                pools = keys if kind == "k" else values
+                for start in range(0, len(pages), LOAD_BLOCK):
+                    block = slice(start, start + LOAD_BLOCK)
+                    pools[layer] = _put(pools[layer], *(_pad_rows(a[block], LOAD_BLOCK) for a in (pages, rows)))
+        finally:
+            self._pool = Pool(tuple(keys), tuple(values))
+
     def _run(self, plan: StepPlan, rows: int) -> jax.Array:
         batch = self._build(plan, rows)
         logits, self._pool = self._step(rows)(self._params, self._tables, self._pool, batch)
@@ -206,6 +239,19 @@ class Runner:
                 shapes.append(Adjustment(full, seen, jax.ShapeDtypeStruct((rows,), jnp.float32)))
             self._samplers[key] = jax.jit(sample).lower(*shapes).compile()
         return self._samplers[key]
+
+
+def _array_name(layer: int, kind: str) -> str:
+    return f"layer-{layer:03d}-{kind}"
+
+
+# Padding writes zeros to the scratch page.
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(pool: jax.Array, pages: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows [LOAD_BLOCK, G*D] at `pages`, in place."""
+    if pool.dtype == jnp.bfloat16:
+        rows = jax.lax.bitcast_convert_type(rows, jnp.bfloat16)
+    return pool.at[pages].set(rows, mode="promise_in_bounds")
 
 
 def _rehearsal(rows: int) -> StepPlan:

@@ -37,6 +37,8 @@ def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
         (["--max-total-tokens", "0"], "--max-total-tokens"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
         (["--dtype", "int8"], "--dtype"),
+        (["--cache-dir", "/dev/null"], "--cache-dir: /dev/null: File exists"),
+        (["--cache-dir", "kv", "--disable-radix-cache"], "there is nothing to keep"),
     ],
 )
 def test_a_bad_command_line_is_explained(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +145,35 @@ def test_from_start_to_drain(tiny_directory: Path, tmp_path: Path) -> None:
         assert "Traceback" not in err
     finally:
         server.process.kill()
+
+
+def test_what_was_cached_at_the_stop_is_there_at_the_next_start(tiny_directory: Path, tmp_path: Path) -> None:
+    """--cache-dir, through two processes."""
+    sizes = ["--chunked-prefill-size", "4", "--max-running-requests", "1", "--context-length", "512"]
+    flags = ["--model", str(tiny_directory), *sizes, "--max-total-tokens", "512", "--cache-dir", str(tmp_path / "kv")]
+    answers = []
+    for start in ("first", "second"):
+        server = Process(*flags, cache=tmp_path)
+        try:
+            eventually(lambda server=server: server.status("/ready") == 200, 240)
+            body = {
+                "messages": [{"role": "user", "content": "Hi"}],
+                "temperature": 0,
+                "max_tokens": 4,
+                "logprobs": True,
+            }
+            headers = {"Authorization": "Bearer sesame"}
+            answers.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers).json())
+            code, err = server.terminate()
+            assert code == 0 and "KV cache stored" in err and "Traceback" not in err, err
+            assert "KV cache loaded" in err and ("pages=0" in err) == (start == "first")
+        finally:
+            server.process.kill()
+    first, second = answers
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["prompt_tokens"] - 1
+    assert second["cache"]["computed_tokens"] == 1
+    assert second["choices"] == first["choices"]
 
 
 def test_a_broken_model_is_explained(
