@@ -183,7 +183,7 @@ def simulate(
     *,
     max_tokens: int,
     think_seconds: float = 0.0,
-    costs: Costs = Costs(),  # noqa: B008
+    costs: Costs = Costs(),
 ) -> Outcome:
     """As `replay.replay`, on a virtual clock. Of `model` only the vocabulary is used."""
     device = VirtualDevice(config, costs)

@@ -50,27 +50,26 @@ def recorded(path: Path) -> list[Trajectory]:
 
     Raises ValueError that names the line at fault.
     """
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
     result = []
-    with opened as lines:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
                 messages = tuple(record["messages"])
+                roles = [message["role"] for message in messages]
                 trajectory = Trajectory(str(record.get("id", number)), messages)
-                usable = bool(trajectory.turns)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 expected = 'expected an object such as {"id": "...", "messages": [{"role": ..., "content": ...}]}'
                 raise ValueError(f"{path}, line {number}: {expected}, found {error!r}") from None
-            if usable:
+            if "assistant" in roles[1:]:
                 result.append(trajectory)
     return result
 
 
 def rolling_drop(messages: Messages, keep: int, every: int) -> dict[str, Any]:
-    """The `cache` field of an agent that keeps its last `keep` tool messages and repositions after every `every`-th one.
+    """The `cache` field of an agent that keeps its last `keep` tool messages and repositions after every `every`-th.
 
     Cumulative, as clients send it: the schedule of a longer conversation begins with that of a shorter one.
     """
@@ -81,12 +80,13 @@ def rolling_drop(messages: Messages, keep: int, every: int) -> dict[str, Any]:
 
 # -- synthetic conversations -----------------------------------------------------------------------------------------
 
-_WORDS = (
+_TEXT = (
     "the a this file module test function class returns value error line import path list string number case check "
     "fails passes expected found because when after before it is not in of to from with should would we need look at "
     "run again change fix option default parser token index result empty none true false raise handle call argument "
     "method object field name type base model query field set get make use see next first last same other only"
-).split()
+)
+_WORDS = tuple(_TEXT.split())
 
 
 def synthetic(count: int, turns: int, seed: int = 0) -> list[Trajectory]:
@@ -95,7 +95,7 @@ def synthetic(count: int, turns: int, seed: int = 0) -> list[Trajectory]:
     Tool outputs are lognormal, as in recorded runs of coding agents: half of them under 100 tokens, a tenth over 630.
     """
     random = np.random.default_rng(seed)
-    system = "You are an agent that mends code. You have one tool. " + _prose(random, 400)
+    system = "You are an agent that mends code. You have one tool. " + prose(random, 400)
     return [
         Trajectory(f"synthetic-{seed}-{k}", tuple(_conversation(np.random.default_rng((seed, k)), system, turns)))
         for k in range(count)
@@ -105,22 +105,23 @@ def synthetic(count: int, turns: int, seed: int = 0) -> list[Trajectory]:
 def _conversation(random: np.random.Generator, system: str, turns: int) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": system},
-        {"role": "user", "content": "Please mend this. " + _prose(random, 150)},
+        {"role": "user", "content": "Please mend this. " + prose(random, 150)},
     ]
     for turn in range(turns - 1):
-        command = json.dumps({"command": f"cat src/{_prose(random, 1)}.py | sed -n {turn},{random.integers(99)}p"})
+        command = json.dumps({"command": f"cat src/{prose(random, 1)}.py | sed -n {turn},{random.integers(99)}p"})
         call = {"id": f"call_{turn}", "type": "function", "function": {"name": "bash", "arguments": command}}
-        messages.append({"role": "assistant", "content": _prose(random, 50), "tool_calls": [call]})
+        messages.append({"role": "assistant", "content": prose(random, 50), "tool_calls": [call]})
         size = min(3500, int(70 * np.exp(1.4 * random.standard_normal())) + 5)
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": _listing(random, size)})
-    messages.append({"role": "assistant", "content": _prose(random, 50)})
+    messages.append({"role": "assistant", "content": prose(random, 50)})
     return messages
 
 
-def _prose(random: np.random.Generator, words: int) -> str:
+def prose(random: np.random.Generator, words: int) -> str:
+    """That many words without sense."""
     return " ".join(random.choice(_WORDS, words).tolist())
 
 
 def _listing(random: np.random.Generator, words: int) -> str:
     """Lines of a few words, as a tool prints them."""
-    return "\n".join(f"{n:4d}  {_prose(random, min(8, words - at))}" for n, at in enumerate(range(0, words, 8), 1))
+    return "\n".join(f"{n:4d}  {prose(random, min(8, words - at))}" for n, at in enumerate(range(0, words, 8), 1))
