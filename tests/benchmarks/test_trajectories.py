@@ -32,7 +32,7 @@ def test_rolling_drop_is_cumulative() -> None:
 
 
 def test_a_turn_is_what_an_assistant_message_answers() -> None:
-    trajectory = Trajectory("t", tuple([*_messages(3), {"role": "assistant", "content": "done"}]))
+    trajectory = Trajectory("t", (*_messages(3), {"role": "assistant", "content": "done"}))
     assert trajectory.turns == [2, 4, 6, 8]
     assert Trajectory("t", ({"role": "assistant", "content": "hello"}, {"role": "user", "content": "u"})).turns == []
 
