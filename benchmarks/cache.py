@@ -99,6 +99,7 @@ def served(
                 case,
                 replace(
                     outcome,
+                    evictions=outcome.evictions or recorder.evictions(),
                     forwards=recorder.forwards,
                     copies=recorder.copies,
                     peak_pages=recorder.peak_pages,
@@ -256,10 +257,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"keep {arguments.keep}, reposition every {arguments.every}"
         + ("; virtual clock, cost model" if arguments.simulate else f"; {model.name}, {arguments.dtype}, over HTTP")
     )
-    if arguments.simulate:
-        results = list(simulated(model, config, runs, conversations, arguments))
-    else:
-        results = list(served(model, config, runs, agents, arguments))
+    results = []
+    for case, outcome in (
+        simulated(model, config, runs, conversations, arguments)
+        if arguments.simulate
+        else served(model, config, runs, agents, arguments)
+    ):
+        results.append((case, outcome))
+        console.print(f"{case.name}, {case.eviction}: hit rate {outcome.hit_rate:.3f}, {outcome.seconds:,.0f} s")
     console.print(table_of(results))
     rows = [{"operations": case.name, "eviction": case.eviction, **outcome.as_json()} for case, outcome in results]
     write_json(arguments.json, "cache, simulated" if arguments.simulate else "cache", vars(arguments), rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 
 from akv_jax.engine import Engine
@@ -31,3 +32,11 @@ class Recorder:
         stats = self._engine.stats()
         self.peak_pages = max(self.peak_pages, stats.pages_leased + stats.pages_private)
         return result
+
+    def evictions(self) -> dict[str, int]:
+        """Pages evicted so far by class, as the cache counts them; nothing of a cache that does not count."""
+        stats = getattr(self._engine.cache, "stats", None)
+        if stats is None:
+            return {}
+        classes = importlib.import_module("akv_jax.cache.eviction").EvictionClass
+        return {kind.name.lower(): count for kind, count in zip(classes, stats.evicted, strict=True)}

@@ -195,16 +195,10 @@ def simulate(
     return summary(
         turns,
         device.now,
-        evictions=_evictions(stats),
+        evictions=recorder.evictions(),
         preemptions=stats.preemptions_total,
         forwards=recorder.forwards,
         copies=recorder.copies,
         peak_pages=recorder.peak_pages,
         pool=config.num_pages,
     )
-
-
-def _evictions(stats: Any) -> dict[str, int]:
-    """The engine's counters of evicted pages."""
-    names = [name for name in type(stats).__slots__ if "evict" in name]
-    return {name: getattr(stats, name) for name in names}
