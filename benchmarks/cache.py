@@ -134,7 +134,7 @@ def simulated(
 def table_of(results: Sequence[tuple[Case, Outcome]]) -> Table:
     """A row a case."""
     table = Table("operations", "eviction", "pool", "hit rate", "computed", "restored", "evicted pages", "TTFT s")
-    for column in ("p90", "turns/min", "prompt tok/s", "peak pages", "copies", "forwards", "retracted"):
+    for column in ("p90", "turns/min", "prompt tok/s", "peak pages", "copies", "forwards", "retracted", "refused"):
         table.add_column(column)
     for case, outcome in results:
         table.add_row(
@@ -153,6 +153,7 @@ def table_of(results: Sequence[tuple[Case, Outcome]]) -> Table:
             f"{outcome.copies:,}",
             f"{outcome.forwards:,}",
             str(outcome.preemptions),
+            str(outcome.refused),
         )
     return table
 

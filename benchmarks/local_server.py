@@ -35,6 +35,14 @@ class Answer:
     cache: dict[str, int]
 
 
+class Refused(RuntimeError):
+    """The server answered with an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text}")
+        self.status = status
+
+
 @contextmanager
 def serving(make_engine: Callable[[], Engine]) -> Iterator[str]:
     """Serve an engine over HTTP; gives the URL. The engine is stopped at the end."""
@@ -62,13 +70,13 @@ def client(url: str) -> httpx.AsyncClient:
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
-    """Stream one chat completion, greedy and of the full `max_tokens`. RuntimeError if the server refuses it."""
+    """Stream one chat completion, greedy and of the full `max_tokens`. Raises Refused if the server does."""
     body = {"temperature": 0, "ignore_eos": True, **body, "stream": True, "stream_options": {"include_usage": True}}
     start = time.perf_counter()
     first, last = None, None
     async with http.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
-            raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')}")
+            raise Refused(response.status_code, (await response.aread()).decode(errors="replace"))
         async for line in response.aiter_lines():
             if not line.startswith("data:") or line == "data: [DONE]":
                 continue

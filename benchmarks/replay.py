@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.local_server import Answer, ask, client, counters
+from benchmarks.local_server import Answer, Refused, ask, client, counters
 from benchmarks.report import percentile
 from benchmarks.trajectories import Trajectory, rolling_drop
 
@@ -41,10 +41,12 @@ class Outcome:
     """A replay, summed up.
 
     hit_rate: of the prompt tokens that some query read or that were computed, how many were not computed.
-    peak_pages: most pages that running requests held at one time. evictions: pages, by class.
+    peak_pages: most pages that running requests held at one time. evictions: pages, by class. refused: turns that would
+    need more pages at one time than the pool has (503); their agents go on with the next one.
     """
 
     turns: int
+    refused: int
     seconds: float
     prompt_tokens: int
     computed_tokens: int
@@ -66,19 +68,21 @@ class Outcome:
         return asdict(self)
 
 
-def summary(turns: Sequence[Turn], seconds: float, **more: Any) -> Outcome:
-    """`more`: fields of `Outcome` that do not follow from the turns."""
+def summary(results: Sequence[Turn | None], seconds: float, **more: Any) -> Outcome:
+    """None is a refused turn. `more`: fields of `Outcome` that do not follow from the turns."""
+    turns = [turn for turn in results if turn is not None]
     computed = sum(turn.computed for turn in turns)
     needed = computed + sum(turn.cached + turn.rotated for turn in turns)
     prompt = sum(turn.prompt for turn in turns)
     first = [turn.first_token for turn in turns]
     return Outcome(
         turns=len(turns),
+        refused=len(results) - len(turns),
         seconds=seconds,
         prompt_tokens=prompt,
         computed_tokens=computed,
         restored_tokens=sum(turn.restored for turn in turns),
-        hit_rate=1 - computed / needed,
+        hit_rate=1 - computed / needed if needed else 0.0,
         first_token_median=percentile(first, 0.5),
         first_token_p90=percentile(first, 0.9),
         turns_per_minute=60 * len(turns) / seconds,
@@ -115,10 +119,10 @@ def replay(
 
 async def _all(
     url: str, agents: Sequence[Trajectory], edits: RollingDrop | None, max_tokens: int, think_seconds: float
-) -> list[Turn]:
+) -> list[Turn | None]:
     async with client(url) as http:
 
-        async def one(number: int, agent: Trajectory) -> list[Turn]:
+        async def one(number: int, agent: Trajectory) -> list[Turn | None]:
             think, turns = random.Random(number), []
             for count in agent.turns:
                 if think_seconds:
@@ -127,7 +131,12 @@ async def _all(
                 body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens}
                 if edits is not None:
                     body["cache"] = rolling_drop(messages, edits.keep, edits.every)
-                turns.append(turn_of(await ask(http, body)))
+                try:
+                    turns.append(turn_of(await ask(http, body)))
+                except Refused as error:
+                    if error.status != 503:
+                        raise
+                    turns.append(None)
             return turns
 
         results = await asyncio.gather(*(one(number, agent) for number, agent in enumerate(agents)))

@@ -21,6 +21,7 @@ from akv_jax.chat.messages import parse_messages
 from akv_jax.chat.tokenise import TokenisedChat
 from akv_jax.config import EngineConfig
 from akv_jax.engine import Engine
+from akv_jax.errors import Reason, RequestError
 from akv_jax.models.load import LoadedModel
 from akv_jax.planning.plan import StepPlan
 from akv_jax.request import Request, Sampling, Usage
@@ -129,12 +130,14 @@ class _Replay:
         for number in range(len(agents)):
             self._schedule(number)
 
-    def run(self) -> Iterator[Turn]:
+    def run(self) -> Iterator[Turn | None]:
+        """None is a turn that the engine refused, for it would not fit the pool."""
         while self._due or self._engine.busy:
             if not self._engine.busy:
                 self._device.now = max(self._device.now, self._due[0][0])
             while self._due and self._due[0][0] <= self._device.now:
-                self._send(*heapq.heappop(self._due))
+                if not self._send(*heapq.heappop(self._due)):
+                    yield None
             for output in self._engine.step():
                 number = self._serving[output.request_id]
                 agent = self._agents[number]
@@ -153,13 +156,20 @@ class _Replay:
             think = agent.think.expovariate(1 / self._think_seconds) if self._think_seconds else 0.0
             heapq.heappush(self._due, (self._device.now + think, number))
 
-    def _send(self, when: float, number: int) -> None:
+    def _send(self, when: float, number: int) -> bool:
         agent = self._agents[number]
         name = f"{number}-{agent.next_turn}"
         count = agent.conversation.turns[agent.next_turn]
         agent.next_turn, agent.sent, agent.first = agent.next_turn + 1, when, None
+        try:
+            self._engine.submit(agent.conversation.request(count, self._edits, name, self._max_tokens))
+        except RequestError as error:
+            if error.reason is not Reason.POOL_TOO_SMALL:
+                raise
+            self._schedule(number)
+            return False
         self._serving[name] = number
-        self._engine.submit(agent.conversation.request(count, self._edits, name, self._max_tokens))
+        return True
 
 
 def _turn(first: float, usage: Usage) -> Turn:

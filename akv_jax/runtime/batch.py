@@ -116,4 +116,3 @@ def _padded(values: np.ndarray, size: int, fill: int = 0) -> Any:
     out = np.full(size, fill, np.int32)
     out[: len(values)] = values
     return out
-

@@ -128,6 +128,17 @@ def test_a_roomy_pool_computes_every_token_once(model: LoadedModel, config: Engi
     assert tight.hit_rate < roomy.hit_rate
 
 
+def test_turns_that_can_never_fit_are_counted(model: LoadedModel, config: EngineConfig, runner: Runner) -> None:
+    tight = dataclasses.replace(config, num_pages=150)
+    chat = chat_format(model.tokenizer, model.chat_template, eos_token_ids=model.eos_token_ids)
+    virtual = simulate(model, tight, [Conversation(chat, AGENTS[0])], None, max_tokens=1)
+    with serving(lambda: Engine(model, tight, runner=runner)) as url:
+        real = replay(url, AGENTS[:1], None, max_tokens=1)
+    assert (real.turns, real.refused) == (virtual.turns, virtual.refused)
+    assert real.turns > 0
+    assert real.refused > 0
+
+
 def test_evictions_are_told_by_class() -> None:
     before = {"akv:evicted_pages{class=dropped}": 3.0, "akv:forwards": 1.0}
     after = {"akv:evicted_pages{class=dropped}": 5.0, "akv:evicted_pages{class=finished}": 1.0, "akv:forwards": 9.0}
