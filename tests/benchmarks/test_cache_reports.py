@@ -19,8 +19,8 @@ from akv_jax.config import EngineConfig
 from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel, load_model
 from akv_jax.runtime.runner import Runner
-from benchmarks import cache, cache_figures
-from benchmarks.cache_figures import Sizes, Texts
+from benchmarks import cache, cache_speed
+from benchmarks.cache_speed import Sizes, Texts
 from benchmarks.local_server import serving
 from benchmarks.planning import page_costs, plan_and_match
 from benchmarks.recorder import Recorder
@@ -206,9 +206,9 @@ def test_the_figures_of_speed(model: LoadedModel, config: EngineConfig, runner: 
     )
     texts = Texts(model)
     with serving(lambda: Engine(model, dataclasses.replace(config, num_pages=1024), runner=runner)) as url:
-        reused = cache_figures.reuse(url, texts, sizes, 1)
-        dropping = cache_figures.drop(url, texts, sizes, 1)
-        edited, _ = cache_figures.reposition(url, texts, sizes, 2, "on_read")
+        reused = cache_speed.reuse(url, texts, sizes, 1)
+        dropping = cache_speed.drop(url, texts, sizes, 1)
+        edited, _ = cache_speed.reposition(url, texts, sizes, 2, "on_read")
     # About a turn's new tokens of all that there are.
     assert reused.computed < reused.against_computed / 2
     for figure in dropping:
@@ -218,14 +218,14 @@ def test_the_figures_of_speed(model: LoadedModel, config: EngineConfig, runner: 
     # What is repositioned is not computed again.
     assert edited.computed < 40
     assert edited.against_computed >= sizes.plain_prompt - 5
-    cache_figures.speed_table([reused, *dropping, edited])
+    cache_speed.speed_table([reused, *dropping, edited])
 
 
 def test_the_figures_of_planning() -> None:
-    for mode in cache_figures.MODES:
+    for mode in cache_speed.MODES:
         times = plan_and_match(2000, 60, runs=2, mode=mode)
         assert times["plan and match"] >= times["  Timeline"] > 0
-        cache_figures.planning_table({"2,000": times})
+        cache_speed.planning_table({"2,000": times})
     costs = page_costs(2000, path=100, fresh=50, runs=1)
     assert min(costs.allocate, costs.evict, costs.keep) > 0
-    cache_figures.pages_table({2000: costs})
+    cache_speed.pages_table({2000: costs})

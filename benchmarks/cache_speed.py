@@ -1,6 +1,6 @@
 """What reuse, drops and repositions cost in time to first token, and planning on the host: one run, one machine.
 
-`python -m benchmarks.cache_figures` runs these against the real server, over HTTP, and prints medians and ratios:
+`python -m benchmarks.cache_speed` runs these against the real server, over HTTP, and prints medians and ratios:
 
 - reuse: turn 20 of an agent's conversation, whose 19 turns before were served, and the same request of an empty cache;
 - drop: a turn that newly drops an old tool message, after the new tool message or before it, and the same turn without;
@@ -220,7 +220,7 @@ def pages_table(costs: dict[int, PageCosts]) -> Table:
 def argument_parser() -> argparse.ArgumentParser:
     """The command line."""
     description = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache_figures", description=description)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache_speed", description=description)
     add = parser.add_argument
     add("--only", nargs="+", choices=("speed", "planning", "pages"), default=["planning", "pages", "speed"])
     add("--runs", type=int, default=3, help="repetitions of what runs the model (%(default)s)")
@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures = speed(model, config, Sizes(), arguments.runs)
         console.print(speed_table(figures))
         results["speed"] = [{**dataclasses.asdict(one), "ratio": one.ratio} for one in figures]
-    write_json(arguments.json, "cache figures", vars(arguments), results)
+    write_json(arguments.json, "cache, speed", vars(arguments), results)
 
 
 if __name__ == "__main__":
