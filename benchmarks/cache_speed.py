@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,18 +176,17 @@ def reposition(url: str, texts: Texts, sizes: Sizes, runs: int, mode: Reposition
     ]
 
 
-def speed(model: LoadedModel, config: EngineConfig, sizes: Sizes, runs: int) -> list[Figure]:
-    """The first three of the figures, in order."""
-    texts, figures = Texts(model), []
-    with serving(lambda: Engine(model, config)) as url:
-        ask_first(url, [texts.message("user", 64)])
-        figures.append(reuse(url, texts, sizes, runs))
-        figures += drop(url, texts, sizes, runs)
-        figures += reposition(url, texts, sizes, runs, "on_read")
-    with serving(lambda: Engine(model, dataclasses.replace(config, reposition="copy"))) as url:
-        ask_first(url, [texts.message("user", 64)])
-        figures += reposition(url, texts, sizes, runs, "copy")
-    return figures
+def speed(model: LoadedModel, config: EngineConfig, sizes: Sizes, runs: int) -> Iterator[Figure]:
+    """All that is measured over HTTP, as it comes."""
+    texts = Texts(model)
+    for mode in MODES:
+        with serving(lambda mode=mode: Engine(model, dataclasses.replace(config, reposition=mode))) as url:
+            # The first request of a server pays for what is made at first use.
+            ask_first(url, [texts.message("user", 64)])
+            if mode == "on_read":
+                yield reuse(url, texts, sizes, runs)
+                yield from drop(url, texts, sizes, runs)
+            yield from reposition(url, texts, sizes, runs, mode)
 
 
 def speed_table(figures: Sequence[Figure]) -> Table:
@@ -262,7 +261,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             chunked_prefill_size=arguments.chunk,
             dtype=arguments.dtype,
         )
-        figures = speed(model, config, Sizes(), arguments.runs)
+        figures = []
+        for one in speed(model, config, Sizes(), arguments.runs):
+            figures.append(one)
+            console.print(f"{one.what}: {one.seconds:.3f} s; {one.against}: {one.against_seconds:.3f} s")
         console.print(speed_table(figures))
         results["speed"] = [{**dataclasses.asdict(one), "ratio": one.ratio} for one in figures]
     write_json(arguments.json, "cache, speed", vars(arguments), results)
