@@ -133,8 +133,19 @@ def simulated(
 
 def table_of(results: Sequence[tuple[Case, Outcome]]) -> Table:
     """A row a case."""
-    table = Table("operations", "eviction", "pool", "hit rate", "computed", "restored", "evicted pages", "TTFT s")
-    for column in ("p90", "turns/min", "prompt tok/s", "peak pages", "copies", "forwards", "retracted", "refused"):
+    table = Table("operations", "eviction", "pool", "hit rate", "computed", "restored")
+    table.add_column("evicted pages", no_wrap=True)
+    for column in (
+        "TTFT s",
+        "p90",
+        "turns/min",
+        "prompt tok/s",
+        "peak pages",
+        "copies",
+        "forwards",
+        "retracted",
+        "refused",
+    ):
         table.add_column(column)
     for case, outcome in results:
         table.add_row(
@@ -144,7 +155,7 @@ def table_of(results: Sequence[tuple[Case, Outcome]]) -> Table:
             f"{outcome.hit_rate:.3f}",
             f"{outcome.computed_tokens:,}",
             f"{outcome.restored_tokens:,}",
-            "\n".join(f"{name} {count:,}" for name, count in outcome.evictions.items()) or "not counted",
+            "\n".join(f"{name} {count:,}" for name, count in outcome.evictions.items() if count) or "none counted",
             f"{outcome.first_token_median:.2f}",
             f"{outcome.first_token_p90:.2f}",
             f"{outcome.turns_per_minute:.1f}",
@@ -249,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dtype=arguments.dtype,
     )
     runs = cases(RollingDrop(arguments.keep, arguments.every), evictions_known())
-    console = Console(width=max(180, Console().width))
+    console = Console(width=max(210, Console().width))
     prompts = sum(len(conversation.tokenised(count).token_ids) for conversation in conversations for count in
                   conversation.turns)  # fmt: skip
     console.print(
