@@ -43,6 +43,8 @@ class PagePool:
         # A stack: the lowest page comes out first, so a small load stays in few memory pages.
         self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
         self.num_free = num_pages
+        # Only for `free`, by page: its place in the list of pages that is being freed.
+        self._place = np.zeros(num_pages + 1, np.int32)
 
     def allocate(self, count: int) -> np.ndarray:
         """`count` free pages, now private: int32 [count]. PageError if there are not as many."""
@@ -58,7 +60,10 @@ class PagePool:
         if len(pages) == 0:
             return
         states = self._state[pages]
-        if (states < PageState.CACHED).any() or len(np.unique(pages)) != len(pages):
+        # Of a page that is named twice, only the last place is found again.
+        places = np.arange(len(pages), dtype=np.int32)
+        self._place[pages] = places
+        if (states < PageState.CACHED).any() or (self._place[pages] != places).any():
             raise PageError("a page was freed twice, or was never in use")
         self._state[pages] = PageState.FREE
         self._stack[self.num_free : self.num_free + len(pages)] = pages
