@@ -56,7 +56,8 @@ def build(
         or len(plan.logit_rows) > logit_rows
     ):
         raise ValueError(f"plan of {used} queries and {total} list entries exceeds its bucket of {rows} rows")
-    pages, positions, shifts = (empty_aligned((list_capacity + LIST_PADDING,), np.int32) for _ in range(3))
+    columns: Any = [empty_aligned((list_capacity + LIST_PADDING,), np.int32) for _ in range(3)]
+    pages, positions, shifts = columns
     end = 0
     for segment in plan.segments:
         begin, end = end, end + len(segment.pages)
