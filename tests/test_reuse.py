@@ -124,7 +124,8 @@ def test_a_hundred_repositions_do_not_drift() -> None:
     for mode in ("copy", "on_read"):
         engine = shared(mode).engine(disable_radix_cache=False)
         history: History = (Append(tuple(range(40))),)
-        births, before = None, 40
+        births: tuple[np.ndarray, np.ndarray] | None = None
+        before = 40
         for number in range(turns):
             # A message of one token, dropped by the next turn; and at first one of those before the survivors.
             gone = {before - 1} if number else set()
@@ -140,7 +141,7 @@ def test_a_hundred_repositions_do_not_drift() -> None:
                 births = match.pages[survivors], pool_keys(engine, match.pages[survivors])
             assert (match.pages[survivors] == births[0]).all(), "the births are resident"
             engine.cache.release(match, timeline)
-        assert (pool_keys(engine, births[0]) == births[1]).all()
+        assert births is not None and (pool_keys(engine, births[0]) == births[1]).all()
         view = timeline.view(timeline.num_epochs - 1)
         match = engine.cache.match(timeline, "")
         (pages,) = engine.cache.lease_versions(match, timeline, "", [view])
@@ -155,7 +156,7 @@ def test_a_hundred_repositions_do_not_drift() -> None:
             rotary = engine.model.config.layers[layer].rotary
             table = rotary_table(rotary, 37)
             heads = births[1][layer].reshape(len(survivors), -1, config().head_dim)
-            cos, sin = (np.repeat(part[36:37], len(survivors), axis=0) for part in table)
+            cos, sin = (jnp.repeat(part[36:37], len(survivors), axis=0) for part in table)
             once = np.asarray(rotate(jnp.asarray(heads), cos, -sin, style=rotary.style)).reshape(moved.shape)
             # One rounding of a float32 of the size of K.
             assert np.abs(moved - once).max() <= np.spacing(np.abs(heads).max())

@@ -218,3 +218,19 @@ def test_a_resident_token_computed_for_its_logits_keeps_its_page() -> None:
     player = Player((Append((1, 2, 3)),), "on_read", resident={0: 0, 1: 1, 2: 2})
     assert player.step(5).pages_needed == 0
     assert player.computed == [2]
+
+
+def test_what_has_not_run_is_not_offered() -> None:
+    """C7: a request that is retracted after its chunk was placed has pages with nothing in them; none may be kept."""
+    history = (Append((1, 2, 3)), Drop(frozenset({0})), Reposition(), Append((4,)))
+    player = Player(history, "copy", wanted=(2,))
+    sequence = player.sequence
+    player.step(3)
+    chunk = sequence.next_chunk(1)
+    sequence.place(chunk, player.pool.allocate(chunk.pages_needed))
+    assert (sequence.birth_pages() >= 0).tolist() == [False, True, True, False]
+    assert (sequence.version_pages()[0] < 0).all()
+    assert len(sequence.private_pages()) == 3 + 2
+    sequence.advance(chunk)
+    pages, positions = sequence.version_pages()
+    assert (pages >= 0).tolist() == [False, True, True, False] and positions[1:3].tolist() == [0, 1]
