@@ -37,7 +37,7 @@ LEAD = 1e-3
 #: Most prompt tokens of a history: fewer than the engine's rows, so that one forward can be asked for.
 MOST_TOKENS = 110
 #: Histories of one example, examples of one case.
-BATCH, EXAMPLES, LONG_EXAMPLES = 3, 8, 48
+BATCH, EXAMPLES, LONG_EXAMPLES = 4, 6, 36
 
 Case = tuple[str, RepositionMode]
 ON_READ: list[Case] = [(name, "on_read") for name in varieties()]
