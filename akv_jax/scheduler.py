@@ -190,20 +190,11 @@ class Scheduler:
             job.sequence.expect(views, versions)
         job.restored = job.sequence.restored if job.restored is None else job.restored
         job.shared = False
-        self._count(job.sequence)
+        self.cache.stats.restored += job.sequence.restored
         self._release(job, job.sequence.let_go())
         # It takes its turn after those that have waited as long.
         job.last_served = self._steps - 1
         self.running.append(job)
-
-    def _count(self, sequence: Sequence) -> None:
-        stats, size = self.cache.stats, len(sequence.compute)
-        exact, rotated = sequence.hits()
-        stats.hits_exact += exact
-        stats.hits_rotated += rotated
-        stats.misses += int((sequence.match.pages[sequence.compute] < 0).sum())
-        stats.restored += sequence.restored
-        stats.closures[size.bit_length()] += 1
 
     def _retract(self, job: Job) -> None:
         """Take a running job's pages; it waits again in its old place."""

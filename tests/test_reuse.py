@@ -89,7 +89,9 @@ def test_random_conversations(mode, seed: int) -> None:
             engine.cache.evict(int(generator.integers(1, 60)))
             engine.check()
     stats = engine.cache.stats
-    assert stats.hits_exact and stats.hits_rotated and bool(stats.rotations and stats.versions) == (mode == "copy")
+    hits = engine.stats()
+    assert hits.prefix_cache_hits_exact_total and hits.prefix_cache_hits_rotated_total
+    assert bool(stats.rotations and stats.versions) == (mode == "copy")
     engine.flush_cache()
     assert engine.stats().pages_free == engine.config.num_pages
 

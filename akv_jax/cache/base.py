@@ -36,14 +36,8 @@ class CacheStats:
     The scheduler counts admissions, those of retracted requests again; the cache what happens to its pages.
     """
 
-    #: Active tokens of admitted prompts found where they end up, and found to be rotated; tokens to compute because no
-    #: version was resident, and how many of those the cache remembered.
-    hits_exact: int = 0
-    hits_rotated: int = 0
-    misses: int = 0
+    #: Tokens of admitted prompts to compute because no version was resident, though the cache remembered them.
     restored: int = 0
-    #: Admissions by the size of what is computed (C6): closures[b] had sizes from 2^(b-1) to 2^b - 1.
-    closures: list[int] = field(default_factory=lambda: [0] * 33)
     #: Copies made for positions, and those of them made from a version that had been rotated already.
     rotations: int = 0
     hops: int = 0

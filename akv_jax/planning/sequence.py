@@ -319,15 +319,6 @@ class Sequence:
         """What its steps so far have made copies for."""
         return [] if self.versions is None else self.versions.made
 
-    def hits(self) -> tuple[int, int]:
-        """Active prompt entries that the cache has just where they end up, and those that it has elsewhere (C3)."""
-        view = self.timeline.view(self.timeline.num_epochs - 1, len(self.match.pages))
-        resident = self.match.pages[view.indices] >= 0
-        exact = resident & (self.match.encoded[view.indices] == view.positions)
-        if self.versions is not None:
-            exact |= resident & (self._read_until[view.indices] < self.timeline.num_epochs - 1)
-        return int(exact.sum()), int((resident & ~exact).sum())
-
     def birth_pages(self) -> np.ndarray:
         """By logical index, the private page with K and V at birth, or -1: int32 [T]. What a cache may keep.
 

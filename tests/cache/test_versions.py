@@ -40,7 +40,6 @@ def test_an_exact_match_makes_no_move() -> None:
     assert (stats.rotations, stats.hops, stats.versions) == (4, 0, 4)
     served(simulation, (*MOVED, TO_FOLLOW))
     assert (stats.rotations, stats.versions) == (4, 4)
-    assert (stats.hits_exact, stats.hits_rotated, stats.misses) == (9, 0, 12 + 2)
     simulation.drain()
 
 
@@ -52,7 +51,6 @@ def test_a_compatible_match_is_rotated_from_birth() -> None:
     served(simulation, further)
     stats = simulation.cache.stats
     assert stats.rotations == 4 + 8 and stats.hops == 0
-    assert (stats.hits_exact, stats.hits_rotated) == (0, 8)
     simulation.drain()
 
 
