@@ -14,11 +14,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    initialize,
+    multiple,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from akv_jax.config import RepositionMode
-from spec.model import Layer, Model, random_params
+from spec.model import Layer, Model, ModelConfig, random_params
 from spec.operations import Append, Drop, History, Operation, Reposition, canonical
 from spec.rope import Rotary
 from spec.varieties import tiny
@@ -32,19 +39,28 @@ CONTEXT, PAGES, RUNNING, CHUNK = 64, 120, 8, 32
 LONGEST = 60
 
 
-@functools.cache
-def warm(mode: RepositionMode) -> TinyEngine:
+def model_config() -> ModelConfig:
     """Two layers, one with a window: as little as shows everything."""
     half = Rotary(dim=8, base=1_000.0)
-    config = tiny("stateful", Layer(half, window=5), Layer(half), hidden_size=16, num_heads=2, num_kv_heads=1)
-    sizes: dict[str, Any] = {"context_length": CONTEXT, "num_pages": PAGES, "max_running_requests": RUNNING}
+    return tiny("two layers", Layer(half, window=5), Layer(half), hidden_size=16, num_heads=2, num_kv_heads=1)
+
+
+@functools.cache
+def params() -> Any:
+    return random_params(model_config(), seed=7)
+
+
+@functools.cache
+def warm(mode: RepositionMode) -> TinyEngine:
     made = TinyEngine(
-        config,
-        random_params(config, seed=7),
+        model_config(),
+        params(),
+        context_length=CONTEXT,
+        num_pages=PAGES,
+        max_running_requests=RUNNING,
         chunked_prefill_size=CHUNK,
         token_buckets=(CHUNK,),
         reposition=mode,
-        **sizes,
     )
     with quick_compiles():
         made.engine().warm_up()
@@ -53,9 +69,7 @@ def warm(mode: RepositionMode) -> TinyEngine:
 
 @functools.cache
 def oracle() -> Oracle:
-    half = Rotary(dim=8, base=1_000.0)
-    config = tiny("stateful", Layer(half, window=5), Layer(half), hidden_size=16, num_heads=2, num_kv_heads=1)
-    return Oracle(Model.of(config, random_params(config, seed=7)))
+    return Oracle(Model.of(model_config(), params()))
 
 
 #: Few of them, so that conversations happen to begin alike, and to go on alike after a branch.
