@@ -82,5 +82,5 @@ def test_alone_and_among_eight_others(mode: RepositionMode) -> None:
     )
     difference = float(np.abs(alone - among).max())
     print(mode, allowed, difference)
-    assert 0 < allowed
+    assert allowed > 0
     assert difference <= allowed

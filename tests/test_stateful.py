@@ -9,6 +9,8 @@ what was computed and the usage numbers against what was really done (A6, C1-C7)
 from __future__ import annotations
 
 import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from hypothesis.stateful import (
     Bundle,
     RuleBasedStateMachine,
     initialize,
+    invariant,
     multiple,
     precondition,
     rule,
@@ -61,6 +64,7 @@ def warm(mode: RepositionMode) -> TinyEngine:
         chunked_prefill_size=CHUNK,
         token_buckets=(CHUNK,),
         reposition=mode,
+        compile_unit="step",
     )
     with quick_compiles():
         made.engine().warm_up()
@@ -78,7 +82,10 @@ replies = st.integers(1, 9).map(lambda size: (1, 0, 1, 1, 1, 0, 0, 1, 0)[:size])
 places = st.integers(0, LONGEST)
 #: A stretch of tokens, or a few: numbers are taken modulo what there is.
 drops = st.one_of(
-    st.tuples(places, st.integers(1, 12)).map(lambda drop: range(drop[0], drop[0] + drop[1])),
+    # Many begin alike: what tells two drops apart may be their end alone.
+    st.tuples(st.one_of(st.sampled_from([0, 5]), places), st.sampled_from([1, 3, 5, 7, 10])).map(
+        lambda drop: range(drop[0], drop[0] + drop[1])
+    ),
     st.lists(places, min_size=1, max_size=3),
 )
 looks = st.one_of(st.just([]), st.lists(places, max_size=2))
@@ -95,6 +102,8 @@ BEGINNINGS: tuple[History, ...] = (
     (Append(START),),
     (Append((*START, 1, 1)), Drop(frozenset(range(2, 7))), Append((0, 0, 1))),
     (Append((*START, 1, 1)), Drop(frozenset(range(2, 7))), Reposition(), Append((0, 0, 1))),
+    # What is dropped last must be computed again for whoever branches off before it.
+    (Append(START), Drop(frozenset(range(5))), Append(START[:6]), Drop(frozenset(range(5, 13))), Append((1,))),
     (Append(START * 2), Drop(frozenset(range(7))), Append(START), Drop(frozenset(range(7, 15))), Reposition()),
 )
 
@@ -108,12 +117,13 @@ class Agents(RuleBasedStateMachine):
 
     def __init__(self, mode: RepositionMode) -> None:
         super().__init__()
-        self.mode = mode
+        self.mode: RepositionMode = mode
         self.watched: WatchedEngine
+        self.folder = tempfile.TemporaryDirectory()
 
     @initialize(
         target=told,
-        pages=st.sampled_from([7, 12, 16, 17, 18, 19, 20, 22, 24, 28, 40, PAGES]),
+        pages=st.sampled_from([7, 9, 10, 11, 12, 14, 16, 17, 18, 19, 20, 22, 24, 28, 40, PAGES]),
         chunk=st.sampled_from([1, 3, 8, CHUNK]),
         running=st.sampled_from([1, 2, 4, RUNNING]),
     )
@@ -224,7 +234,23 @@ class Agents(RuleBasedStateMachine):
         assert self.watched.engine.flush_cache() == able
         self.watched.check()
 
+    @rule(pages=st.sampled_from([None, 9, 20, PAGES]), other_mode=st.booleans())
+    def restart(self, pages: int | None, other_mode: bool) -> None:
+        """From disk, perhaps with another pool, perhaps with the other way to reposition."""
+        if pages is not None:
+            self.settings["num_pages"] = pages
+        if other_mode:
+            self.mode = MODES[self.mode == "on_read"]
+        fresh = warm(self.mode).engine(disable_radix_cache=False, **self.settings)
+        self.watched.restart(Path(self.folder.name), fresh)
+
+    @invariant()
+    def tree(self) -> None:
+        if hasattr(self, "watched"):
+            self.watched.check_tree()
+
     def teardown(self) -> None:
+        self.folder.cleanup()
         if not hasattr(self, "watched"):
             return
         self.watched.drain()

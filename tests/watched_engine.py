@@ -9,14 +9,18 @@ and whether any of it was turned. Tokens are forced, so the answers' logits are 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from akv_jax.cache.base import MatchResult
+from akv_jax.cache.history import REPOSITION
 from akv_jax.cache.pages import SCRATCH_PAGE
+from akv_jax.cache.radix_tree import RadixCache
 from akv_jax.engine import Engine
 from akv_jax.errors import Reason, RequestError
 from akv_jax.planning.plan import Segment, StepPlan
@@ -111,6 +115,9 @@ class Asked:
     #: Missing tokens that the cache knew and the first attempt had to compute; None before that.
     restored: int | None = None
     sequence: object = None
+    #: Of the latest attempt: pages of K and V by logical index, as matched or computed; and what its last query read.
+    place: dict[int, int] = field(default_factory=dict)
+    reading: list[int] | None = None
     #: "finished", "aborted" or "refused".
     end: str | None = None
 
@@ -131,6 +138,11 @@ class Asked:
     def calculated(self) -> History:
         """The same without the last token sampled, which has no K and V yet."""
         return (*self.history, Append(self.forced[: max(0, len(self.logits) - 1)]))
+
+    @property
+    def end_operation(self) -> bool:
+        """Whether the prompt ends with a drop or a reposition."""
+        return not isinstance(steps(self.history)[-1], int)
 
     @property
     def wanted(self) -> set[int]:
@@ -241,6 +253,8 @@ class WatchedEngine:
             asked.resident = frozenset(i for i, name in enumerate(asked.names) if name in cached)
             shared = [common_prefix(asked.whole, other).tokens for of, other in self._computed() if of == salt]
             assert max(asked.resident, default=-1) < match.known <= max(shared, default=0)
+            asked.reading = None
+            asked.place = {i: page for i, page in enumerate(match.pages.tolist()) if page >= 0}
             asked.meant = closure(asked.whole, asked.resident, asked.wanted, self.windows)
             if asked.restored is None:
                 asked.restored = sum(index < match.known and index not in asked.resident for index in asked.meant)
@@ -301,6 +315,7 @@ class WatchedEngine:
             if page != SCRATCH_PAGE:
                 assert page not in self.ledger, f"page {page} is overwritten while in use"
                 self.ledger[page] = Content(asked.names[query.index], query.position)
+                asked.place[query.index] = page
         moves = plan.moves
         columns = [column.tolist() for column in (moves.source, moves.target, moves.shift)]
         for source, target, shift in zip(*columns, strict=True):
@@ -328,6 +343,10 @@ class WatchedEngine:
             if not asked.logits:
                 asked.read.update(read.index for read in query.view)
         asked, query = rows[-1]
+        # What the last token reads every later query reads, unless an operation comes between.
+        last = len(asked.names) - 1
+        ends = asked.end_operation and not asked.logits
+        asked.reading = columns[0] if query.index == last and not ends else None
         if not asked.logits:
             view = zip(query.view, segment.shifts.tolist(), strict=True)
             asked.turned.update(read.index for read, shift in view if shift)
@@ -396,28 +415,105 @@ class WatchedEngine:
         return (None,)
 
     def check(self) -> None:
-        """After every step: pages (C7), leases (C4) and the tree."""
+        """After every step: pages (C7), leases (C4), and who is served (R6)."""
         self.engine.check()
-        cached = [self.ledger[page] for page in self._cached()]
-        assert len(set(cached)) == len(cached), "two pages of the cache hold the same version"
+        cached = self._cached()
+        contents = [self.ledger[page] for page in cached]
+        assert len(set(contents)) == len(contents), "two pages of the cache hold the same version"
         stats = self.engine.stats()
         pages = stats.pages_free, stats.pages_cached, stats.pages_leased, stats.pages_private
         assert sum(pages) == self.engine.config.num_pages
-        assert stats.pages_leased == len(self._meant_leases())
+        self._check_leases(cached)
+        assert stats.pages_leased == int(self._is_leased(cached).sum())
+        scheduler = self.engine.scheduler
+        waiting, running = [job.arrival for job in scheduler.waiting], [job.arrival for job in scheduler.running]
+        assert waiting == sorted(waiting) and max(running, default=-1) < min(waiting, default=1 << 60)
 
-    def _meant_leases(self) -> set[int]:
-        """C4: resident pages that some later query of a running request may read."""
-        leased: set[int] = set()
+    def _is_leased(self, pages: list[int]) -> np.ndarray:
+        cache = self.engine.cache
+        pages_ = np.array(pages, np.int32)
+        return cache.is_leased(pages_) if isinstance(cache, RadixCache) else np.zeros(len(pages), bool)
+
+    def _check_leases(self, cached: list[int]) -> None:
+        """C4: leased are pages that some later query of a running request may read, and no others."""
+        leased = {page for page, held in zip(cached, self._is_leased(cached).tolist(), strict=True) if held}
+        there, meant, read_next = set(cached), set[int](), set[int]()
+        meanings: set[Hashable] = set()
         for job in self.engine.scheduler.running:
-            sequence, timeline = job.sequence, job.timeline
+            asked, sequence, timeline = self.asked[job.job_id], job.sequence, job.timeline
             assert sequence is not None
             epoch = timeline.num_epochs - 1
             if sequence.remaining:
                 epoch = timeline.epoch_of(int(sequence.compute[sequence.cursor]))
-            pages = sequence.match.pages
-            held = (pages >= 0) & (timeline.dropped[: len(pages)] > epoch)
-            leased.update(pages[held].tolist())
-        return leased
+            lasting = np.flatnonzero(timeline.dropped[: timeline.count] > epoch).tolist()
+            meanings.update(asked.names[index] for index in lasting)
+            meant.update(asked.place.get(index, -1) for index in lasting)
+            if asked.logits and asked.reading is not None:
+                read_next.update(asked.reading)
+        assert read_next & there <= leased, "a page that is read in every step may be evicted"
+        if self.mode == "on_read":
+            assert leased == meant & there
+        else:
+            assert {self.ledger[page].name for page in leased} <= meanings
+
+    def check_tree(self) -> None:
+        """C1, C2: the path that leads to a page says what the page holds."""
+        cache = self.engine.cache
+        assert isinstance(cache, RadixCache)
+        assert walk(cache) == {page: self.ledger[page] for page in self._cached()}
+
+    # -- from one run to the next ------------------------------------------------------------------------------------
+
+    def restart(self, folder: Path, fresh: Engine) -> None:
+        """Stop, store what is cached, and go on with `fresh`, whose device has nothing of before (issue 4, item 8).
+
+        Raises AssertionError if anything that the new pool has room for is lost.
+        """
+        for asked in self.live:
+            self.abort(asked)
+        before = Counter(self.ledger[page] for page in self._cached())
+        saved = self.engine.save_cache(folder)
+        assert saved == before.total()
+        pages = np.arange(1, fresh.runner.config.num_pages + 1, dtype=np.int32)
+        kept = [(name, np.full_like(rows, 100.0)) for name, rows in fresh.runner.read_pages(pages)]
+        fresh.runner.write_pages(pages, kept)
+        loaded = fresh.load_cache(folder)
+        assert isinstance(fresh.cache, RadixCache)
+        self.ledger = walk(fresh.cache)
+        assert len(self.ledger) == loaded
+        after = Counter(self.ledger.values())
+        assert after <= before
+        if fresh.config.num_pages >= saved and fresh.config.reposition == self.mode:
+            assert after == before
+        self.watch(fresh)
+        self.check()
+
+
+def walk(cache: RadixCache) -> dict[int, Content]:
+    """What every cached page must hold, by the paths of the tree alone."""
+    contents: dict[int, Content] = {}
+    for salt, root in cache.roots().items():
+        # A node, the name of the path to it, its tokens' number, which of them are active, and the next position.
+        stack: list[tuple[Any, Hashable, int, frozenset[int], int]] = [(root, salt, 0, frozenset(), 0)]
+        while stack:
+            node, name, count, active, n = stack.pop()
+            if node.dropped is not None:
+                gone = frozenset(node.dropped.tolist())
+                assert gone and gone <= active, "a drop names what it newly deactivates"
+                active, name = active - gone, hash((name, Drop(gone)))
+            elif node.edge == REPOSITION:
+                assert n != len(active), "a reposition that does nothing is none"
+                n, name = len(active), hash((name, Reposition()))
+            active = active | frozenset(range(count, count + len(node.tokens)))
+            for offset, token in enumerate(node.tokens.tolist()):
+                name = hash((name, token))
+                for shift, pages in node.versions.items():
+                    if pages[offset] >= 0:
+                        assert int(pages[offset]) not in contents
+                        contents[int(pages[offset])] = Content(name, n + offset + shift)
+            below = count + len(node.tokens), active, n + len(node.tokens)
+            stack += [(child, name, *below) for child in node.children.values()]
+    return contents
 
 
 def close(actual: Any, expected: Any) -> None:
