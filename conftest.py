@@ -11,12 +11,16 @@ ROOT = Path(__file__).parent
 #: together.
 GROUPS = {
     "tests/serving": "servers",
+    "tests/test_stateful.py": "two layers",
+    "tests/test_soak.py": "two layers",
+    "tests/test_pressure.py": "two layers",
     "spec/test_conformance.py": "conformance",
     "tests/models/test_smollm2.py": "SmolLM2",
     "tests/models/test_load.py": "SmolLM2",
     "tests/test_engine.py": "tiny engines",
     "tests/test_async_engine.py": "tiny engines",
     "tests/test_reuse.py": "tiny engines",
+    "tests/test_isolation.py": "tiny engines",
     "tests/test_stats.py": "tiny engines",
     "tests/cache/test_inspection.py": "tiny engines",
     "tests/cache/test_persistence.py": "tiny engines",

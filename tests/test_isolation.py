@@ -81,6 +81,5 @@ def test_alone_and_among_eight_others(mode: RepositionMode) -> None:
         talk(WatchedEngine(shared(mode).engine(disable_radix_cache=False)), others) for others in (0, OTHERS)
     )
     difference = float(np.abs(alone - among).max())
-    print(mode, allowed, difference)
     assert allowed > 0
     assert difference <= allowed

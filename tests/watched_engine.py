@@ -118,6 +118,8 @@ class Asked:
     #: Of the latest attempt: pages of K and V by logical index, as matched or computed; and what its last query read.
     place: dict[int, int] = field(default_factory=dict)
     reading: list[int] | None = None
+    #: What its latest step read, which it may hold until its next step has put something in its place.
+    held: set[Content] = field(default_factory=set)
     #: "finished", "aborted" or "refused".
     end: str | None = None
 
@@ -160,6 +162,8 @@ class WatchedEngine:
         self.ledger: dict[int, Content] = {}
         #: Everything that was ever computed, for the bounds on what a cache can know: by tenant.
         self.told: list[tuple[str, History]] = []
+        #: Everything that was done to it has been checked; False for good after an error.
+        self.sound = True
         self.watch(engine)
 
     def watch(self, engine: Engine) -> None:
@@ -187,6 +191,7 @@ class WatchedEngine:
         name = f"r{len(self.asked)}"
         request = Request(name, history, sampling, salt, return_logits=True, logits_at=logits_at)
         asked = Asked(request, forced, run(None, history).state, names_of(history, salt))
+        self.sound = False
         self.asked[name] = asked
         before = self.engine.stats()
         try:
@@ -206,6 +211,7 @@ class WatchedEngine:
 
     def abort(self, asked: Asked) -> None:
         """The client hangs up."""
+        self.sound = False
         self.engine.abort(asked.request.request_id)
         asked.end = "aborted"
         if asked.computed:
@@ -214,6 +220,7 @@ class WatchedEngine:
 
     def step(self) -> list[Output]:
         """One step of the engine; every output is checked."""
+        self.sound = False
         outputs = self.engine.step()
         for output in outputs:
             asked = self.asked[output.request_id]
@@ -296,6 +303,7 @@ class WatchedEngine:
             if not asked.logits:
                 asked.forwards += 1
                 asked.computed.update(indices)
+            asked.held = set()
         self._write_and_move(plan, rows)
         for segment in plan.segments:
             self._read(segment, rows[segment.start : segment.stop])
@@ -343,6 +351,7 @@ class WatchedEngine:
             if not asked.logits:
                 asked.read.update(read.index for read in query.view)
         asked, query = rows[-1]
+        asked.held.update(self.ledger[page] for page in columns[0])
         # What the last token reads every later query reads, unless an operation comes between.
         last = len(asked.names) - 1
         ends = asked.end_operation and not asked.logits
@@ -428,6 +437,7 @@ class WatchedEngine:
         scheduler = self.engine.scheduler
         waiting, running = [job.arrival for job in scheduler.waiting], [job.arrival for job in scheduler.running]
         assert waiting == sorted(waiting) and max(running, default=-1) < min(waiting, default=1 << 60)
+        self.sound = True
 
     def _is_leased(self, pages: list[int]) -> np.ndarray:
         cache = self.engine.cache
@@ -438,7 +448,7 @@ class WatchedEngine:
         """C4: leased are pages that some later query of a running request may read, and no others."""
         leased = {page for page, held in zip(cached, self._is_leased(cached).tolist(), strict=True) if held}
         there, meant, read_next = set(cached), set[int](), set[int]()
-        meanings: set[Hashable] = set()
+        coming: set[Content] = set()
         for job in self.engine.scheduler.running:
             asked, sequence, timeline = self.asked[job.job_id], job.sequence, job.timeline
             assert sequence is not None
@@ -446,15 +456,24 @@ class WatchedEngine:
             if sequence.remaining:
                 epoch = timeline.epoch_of(int(sequence.compute[sequence.cursor]))
             lasting = np.flatnonzero(timeline.dropped[: timeline.count] > epoch).tolist()
-            meanings.update(asked.names[index] for index in lasting)
             meant.update(asked.place.get(index, -1) for index in lasting)
+            if self.mode == "copy":
+                coming.update(asked.held)
+                coming.update(self._coming(asked, sequence.compute[sequence.cursor :].tolist()))
             if asked.logits and asked.reading is not None:
                 read_next.update(asked.reading)
         assert read_next & there <= leased, "a page that is read in every step may be evicted"
         if self.mode == "on_read":
             assert leased == meant & there
         else:
-            assert {self.ledger[page].name for page in leased} <= meanings
+            # Besides what was matched or computed, from which copies are made: versions just where they will be read.
+            assert {page for page in leased - meant if self.ledger[page] not in coming} == set()
+
+    def _coming(self, asked: Asked, queries: list[int]) -> Iterable[Content]:
+        """What these queries, and those of tokens still to be sampled, read."""
+        for index in queries:
+            yield from (Content(asked.names[r.index], r.position) for r in asked.state.trajectory[index].view)
+        yield from (Content(asked.names[entry.index], entry.position) for entry in asked.state.active)
 
     def check_tree(self) -> None:
         """C1, C2: the path that leads to a page says what the page holds."""
