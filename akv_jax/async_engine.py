@@ -121,6 +121,8 @@ class AsyncEngine:
         self._thread.join(timeout=30)
         if self._finishing:
             self._thread.join()
+        elif self._thread.is_alive():
+            _log.error("the engine does not stop: what it has cached is not stored")
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Outputs of one request as they come; closing the iterator aborts it. RequestError if it is refused."""

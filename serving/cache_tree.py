@@ -46,26 +46,31 @@ def _number(request: HttpRequest, name: str, default: int, least: int, most: int
 
 
 def tree_object(tree: TreeView, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Texts are shown of what was sent without a salt only: tenants share the API key, not their prompts."""
+    salted: set[int] = set()
+    for node in tree.nodes:
+        if node.tenant or node.parent in salted:
+            salted.add(node.number)
     return {
         "object": "cache.tree",
         "total_nodes": tree.total_nodes,
         "total_tokens": tree.total_tokens,
         "shown_nodes": len(tree.nodes),
         "truncated": len(tree.nodes) < tree.total_nodes,
-        "nodes": [_node_object(node, tokenizer) for node in tree.nodes],
+        "nodes": [_node_object(node, None if node.number in salted else tokenizer) for node in tree.nodes],
     }
 
 
-def _node_object(node: NodeView, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What every node has, and what its kind has."""
+def _node_object(node: NodeView, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What every node has, and what its kind has; no text without a tokenizer."""
     own: dict[str, Any] = {}
     if node.kind == "root":
         own = {"tenant": node.tenant or None}
     elif node.kind == "tokens":
-        text = tokenizer.decode(node.first.tolist())
+        text = None if tokenizer is None else tokenizer.decode(node.first.tolist())[:TEXT_LENGTH]
         own = {
             "tokens": node.length,
-            "text": text[:TEXT_LENGTH],
+            "text": text,
             "resident": node.resident,
             "tombstones": node.tombstones,
             "leased": node.leased,

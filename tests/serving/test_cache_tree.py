@@ -118,6 +118,8 @@ def test_salts_are_told_apart_and_not_told(server: Running) -> None:
     text = server.http.get("/cache/tree").text
     assert "secret" not in text
     roots = of_kind(tree(server), "root")
+    told = {run["parent"]: run["text"] for run in of_kind(tree(server), "tokens")}
+    assert all((told[root["id"]] is None) == (root["tenant"] is not None) for root in roots)
     assert {root["tenant"] for root in roots} == {None, hashlib.sha256(salt.encode()).hexdigest()[:12]}
 
 
