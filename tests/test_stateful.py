@@ -39,7 +39,7 @@ MODES: tuple[RepositionMode, ...] = ("on_read", "copy")
 #: Positions, pages of the largest pool, requests at once and prompt tokens a step.
 CONTEXT, PAGES, RUNNING, CHUNK = 64, 120, 8, 32
 #: The specification's time grows with it.
-LONGEST = 60
+LONGEST = 50
 
 
 def model_config() -> ModelConfig:
@@ -119,6 +119,8 @@ class Agents(RuleBasedStateMachine):
         super().__init__()
         self.mode: RepositionMode = mode
         self.watched: WatchedEngine
+        #: It takes as long as twenty steps.
+        self.restarts = 0
         self.folder = tempfile.TemporaryDirectory()
 
     @initialize(
@@ -180,7 +182,7 @@ class Agents(RuleBasedStateMachine):
         """Several at once that have much to say, a step after one another: more than the pool may hold."""
         for before, gone, tokens in crowd:
             edits = () if gone is None else (dropping(before[1], gone), Reposition())
-            self.ask(before, (*edits, Append(tokens)), (0, 1, 1) * 5, 1)
+            self.ask(before, (*edits, Append(tokens)), (0, 1, 1) * 4, 1)
         for _ in range(8):
             self.watched.step()
 
@@ -188,6 +190,16 @@ class Agents(RuleBasedStateMachine):
     def again(self, before: Told, reply: tuple[int, ...], steps: int, at: list[int]) -> None:
         """The same once more."""
         self.ask(before, (), reply, steps, at)
+
+    @rule(before=told, tokens=tokens, steps=st.integers(0, 9))
+    def hang_up(self, before: Told, tokens: tuple[int, ...], steps: int) -> None:
+        """A next turn whose sender does not wait for its end."""
+        known = len(self.watched.asked)
+        self.ask(before, (Append(tokens),), (1, 1, 0) * 3, steps)
+        for asked in list(self.watched.asked.values())[known:]:
+            if asked.end is None:
+                event(f"hung up while {stage(asked)}")
+                self.watched.abort(asked)
 
     @rule(before=told, reply=replies, steps=few)
     def other_tenant(self, before: Told, reply: tuple[int, ...], steps: int) -> None:
@@ -236,15 +248,18 @@ class Agents(RuleBasedStateMachine):
         assert self.watched.engine.flush_cache() == able
         self.watched.check()
 
-    @rule(pages=st.sampled_from([None, 9, 20, PAGES]), other_mode=st.booleans())
-    def restart(self, pages: int | None, other_mode: bool) -> None:
-        """From disk, perhaps with another pool, perhaps with the other way to reposition."""
+    @precondition(lambda self: self.restarts < 2)
+    @rule(pages=st.sampled_from([None, 16, 24, PAGES]), other_mode=st.booleans(), before=told, reply=replies)
+    def restart(self, pages: int | None, other_mode: bool, before: Told, reply: tuple[int, ...]) -> None:
+        """From disk, perhaps with another pool, perhaps with the other way to reposition; somebody goes on at once."""
+        self.restarts += 1
         if pages is not None:
             self.settings["num_pages"] = pages
         if other_mode:
             self.mode = MODES[self.mode == "on_read"]
         fresh = warm(self.mode).engine(disable_radix_cache=False, **self.settings)
         self.watched.restart(Path(self.folder.name), fresh)
+        self.ask(before, (), reply, 2)
 
     @invariant()
     def tree(self) -> None:
