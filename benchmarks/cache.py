@@ -14,7 +14,6 @@ Needs httpx (the `test` extra).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from akv_jax.chat.choose_template import chat_format
-from akv_jax.config import EngineConfig, RepositionMode
+from akv_jax.config import EngineConfig, EvictionPolicy, RepositionMode
 from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel, load_model
 from akv_jax.runtime.runner import Runner
@@ -46,30 +45,18 @@ class Case:
 
     edits: RollingDrop | None
     mode: RepositionMode
-    eviction: str
+    eviction: EvictionPolicy
 
     @property
     def name(self) -> str:
         return "none" if self.edits is None else f"drop, {self.mode}"
 
 
-def cases(edits: RollingDrop, evictions: Sequence[str]) -> list[Case]:
+def cases(edits: RollingDrop) -> list[Case]:
     """Without and with operations for each way to evict, and the other way to reposition."""
-    plain = [Case(None, "on_read", eviction) for eviction in evictions]
-    edited = [Case(edits, "on_read", eviction) for eviction in evictions]
-    return [*plain, *edited, Case(edits, "copy", evictions[-1])]
-
-
-def evictions_known() -> tuple[str, ...]:
-    """The ways to evict, the default one last."""
-    known = {field.name for field in dataclasses.fields(EngineConfig)}
-    return ("lru", "drop_aware") if "eviction" in known else ("built-in",)
-
-
-def with_eviction(config: EngineConfig, eviction: str) -> EngineConfig:
-    """`config` with that way to evict."""
-    choice: dict[str, Any] = {} if eviction == "built-in" else {"eviction": eviction}
-    return replace(config, **choice)
+    plain = [Case(None, "on_read", "lru"), Case(None, "on_read", "drop_aware")]
+    edited = [Case(edits, "on_read", "lru"), Case(edits, "on_read", "drop_aware")]
+    return [*plain, *edited, Case(edits, "copy", "drop_aware")]
 
 
 def pool_size(conversations: Sequence[Conversation], share: float) -> int:
@@ -86,22 +73,21 @@ def served(
     for mode in dict.fromkeys(case.mode for case in runs):
         runner = Runner(model.config, model.params, replace(config, reposition=mode))
         for case in (case for case in runs if case.mode == mode):
-            settings = with_eviction(replace(config, reposition=mode), case.eviction)
+            settings = replace(config, reposition=mode, eviction=case.eviction)
             engine = Engine(model, settings, runner=runner)
             recorder = Recorder(engine)
             with serving(lambda engine=engine: engine) as url:
-                # Warming up went through the runner; from here on the recorder sees only the replay.
                 outcome = replay(
                     url, agents, case.edits, max_tokens=arguments.max_tokens, think_seconds=arguments.think
                 )
             engine.check()
+            stats = engine.stats()
             yield (
                 case,
                 replace(
                     outcome,
-                    evictions=outcome.evictions or recorder.evictions(),
-                    forwards=recorder.forwards,
-                    copies=recorder.copies,
+                    forwards=stats.forwards_total,
+                    copies=stats.copied_pages_total,
                     peak_pages=recorder.peak_pages,
                     device_seconds=recorder.seconds,
                     pool=config.num_pages,
@@ -117,7 +103,7 @@ def simulated(
     for share in arguments.pool_share:
         sized = replace(config, num_pages=pool_size(agents, share))
         for case in runs:
-            settings = with_eviction(replace(sized, reposition=case.mode), case.eviction)
+            settings = replace(sized, reposition=case.mode, eviction=case.eviction)
             yield (
                 case,
                 simulate(
@@ -259,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         chunked_prefill_size=arguments.chunk,
         dtype=arguments.dtype,
     )
-    runs = cases(RollingDrop(arguments.keep, arguments.every), evictions_known())
+    runs = cases(RollingDrop(arguments.keep, arguments.every))
     console = Console(width=max(210, Console().width))
     prompts = sum(len(conversation.tokenised(count).token_ids) for conversation in conversations for count in
                   conversation.turns)  # fmt: skip

@@ -69,7 +69,7 @@ class _Host:
             context_length=2 * tokens, num_pages=4 * tokens, chunked_prefill_size=chunk, reposition=mode
         )
         self.pool = PagePool(config.num_pages)
-        self.cache = RadixCache(self.pool)
+        self.cache = RadixCache(self.pool, reposition=mode)
         self.scheduler = Scheduler(
             config, self.pool, self.cache, window=None, list_capacity=1 << 24, logit_rows=config.max_running_requests
         )
@@ -173,7 +173,7 @@ def page_costs(num_pages: int, *, path: int = 1000, fresh: int = 256, runs: int 
             start = time.thread_time()
             short = fresh - pool.num_free
             if short > 0:
-                cache.evict(max(short, num_pages // 64))
+                cache.evict(short)
             evicted = time.thread_time()
             allocated = pool.allocate(fresh)
             done = time.thread_time()

@@ -197,7 +197,7 @@ def simulate(
 ) -> Outcome:
     """As `replay.replay`, on a virtual clock. Of `model` only the vocabulary is used."""
     device = VirtualDevice(config, costs)
-    engine = Engine(replace(model, params={}), config, runner=cast(Any, device))
+    engine = Engine(replace(model, params={}), config, runner=cast(Any, device), clock=lambda: device.now)
     recorder = Recorder(engine)
     turns = list(_Replay(engine, device, agents, edits, max_tokens, think_seconds).run())
     engine.check()
@@ -205,10 +205,10 @@ def simulate(
     return summary(
         turns,
         device.now,
-        evictions=recorder.evictions(),
+        evictions=stats.evicted_pages_total,
         preemptions=stats.preemptions_total,
-        forwards=recorder.forwards,
-        copies=recorder.copies,
+        forwards=stats.forwards_total,
+        copies=stats.copied_pages_total,
         peak_pages=recorder.peak_pages,
         pool=config.num_pages,
     )

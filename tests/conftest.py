@@ -11,6 +11,7 @@ from akv_jax.config import EngineConfig
 from akv_jax.models.load import LoadedModel, load_model
 from akv_jax.models.weights.errors import ModelError
 from akv_jax.runtime.runner import Runner
+from tests.serving.running import write_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +45,15 @@ def smollm2_runner(smollm2: LoadedModel) -> Runner:
         token_buckets=(128,),
     )
     return Runner(smollm2.config, smollm2.params, config)
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with a tokenizer and a chat template, as Hugging Face has them."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def model(tiny_directory: Path) -> LoadedModel:
+    """The same, loaded."""
+    return load_model(tiny_directory, "float32", tiny_directory, progress=False)

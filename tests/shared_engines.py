@@ -38,18 +38,15 @@ def shared(mode: RepositionMode = "on_read") -> TinyEngine:
 @functools.cache
 def _warm(mode: RepositionMode) -> TinyEngine:
     """On-read's executables have one row, for a lone decode, or 32; a second mode with both would only compile more."""
-    tiny = TinyEngine(
-        config(),
-        params(),
-        context_length=CONTEXT,
-        num_pages=PAGES,
-        max_running_requests=RUNNING,
-        chunked_prefill_size=CHUNK,
-        token_buckets=(1, CHUNK) if mode == "on_read" else (CHUNK,),
-        reposition=mode,
-        # What a GPU runs; the conformance tests run what a CPU does, layer by layer.
-        compile_unit="step",
-    )
+    sizes = {"context_length": CONTEXT, "num_pages": PAGES, "max_running_requests": RUNNING}
+    buckets = (1, CHUNK) if mode == "on_read" else (CHUNK,)
+    return warm(config(), params(), **sizes, chunked_prefill_size=CHUNK, token_buckets=buckets, reposition=mode)
+
+
+def warm(config: ModelConfig, params: Any, **settings: Any) -> TinyEngine:
+    """One of these `EngineConfig` settings, compiled as quickly as can be."""
+    # What a GPU runs; the conformance tests run what a CPU does, layer by layer.
+    tiny = TinyEngine(config, params, compile_unit="step", **settings)
     with quick_compiles():
         tiny.engine().warm_up()
     return tiny

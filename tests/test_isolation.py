@@ -12,9 +12,9 @@ import pytest
 from akv_jax.config import RepositionMode
 from spec.operations import Append, Drop, History, Operation, Reposition
 from tests.shared_engines import shared
+from tests.two_layers import MODES
 from tests.watched_engine import Asked, WatchedEngine
 
-MODES: tuple[RepositionMode, ...] = ("on_read", "copy")
 OTHERS = 8
 TURNS = 3
 PREFIX = tuple(np.random.default_rng(0).integers(64, size=40).tolist())

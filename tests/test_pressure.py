@@ -11,7 +11,7 @@ import pytest
 
 from akv_jax.config import RepositionMode
 from spec.operations import Append, Drop, History, Reposition
-from tests.test_stateful import MODES, oracle, warm
+from tests.two_layers import MODES, oracle, warm
 from tests.watched_engine import Asked, WatchedEngine
 
 
@@ -147,4 +147,20 @@ def test_whoever_loses_its_pages_keeps_what_it_has_said(mode: RepositionMode) ->
         assert asked.end == "finished"
         assert tuple(token for output in asked.outputs for token in output.token_ids) == asked.forced
         assert "".join(output.text for output in asked.outputs) == "".join(chr(48 + token) for token in asked.forced)
+    end(engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_leased_for_later_gives_way_to_holes_before_it(mode: RepositionMode) -> None:
+    """A4, A7: a request that fits when nothing is resident fits when anything is: it starts over, and is right."""
+    engine = watched(mode, num_pages=12, chunked_prefill_size=8)
+    shared: History = (tokens(0, 10), Drop(frozenset(range(5))), tokens(1, 5))
+    asked = [
+        engine.ask((*shared, Drop(frozenset(range(5, 10))), tokens(2, 1))),
+        # This one takes the pages of what was dropped.
+        engine.ask((tokens(3, 6),)),
+        engine.ask((*shared, tokens(4, 2))),
+    ]
+    engine.drain()
+    assert [one.end for one in asked] == ["finished"] * 3
     end(engine)

@@ -22,11 +22,10 @@ from akv_jax.config import RepositionMode
 from akv_jax.engine import Engine
 from akv_jax.request import Output, Request, Sampling
 from spec.operations import Append, Drop, History, Reposition
-from tests import tiny_engine
-from tests.test_stateful import model_config, params
-from tests.tiny_engine import TinyEngine, quick_compiles
+from tests import tiny_engine, two_layers
+from tests.tiny_engine import TinyEngine
+from tests.two_layers import MODES
 
-MODES: tuple[RepositionMode, ...] = ("on_read", "copy")
 CONTEXT, CHUNK, RUNNING, PAGES = 512, 64, 16, 2_400
 #: Tool messages that stay, turns between two repositions, and tokens of a reply.
 KEPT, REPOSITION, REPLY = 12, 5, 5
@@ -34,20 +33,7 @@ KEPT, REPOSITION, REPLY = 12, 5, 5
 
 @functools.cache
 def warm(mode: RepositionMode) -> TinyEngine:
-    made = TinyEngine(
-        model_config(),
-        params(),
-        context_length=CONTEXT,
-        num_pages=PAGES,
-        max_running_requests=RUNNING,
-        chunked_prefill_size=CHUNK,
-        token_buckets=(CHUNK,),
-        reposition=mode,
-        compile_unit="step",
-    )
-    with quick_compiles():
-        made.engine().warm_up()
-    return made
+    return two_layers.sized(mode, CONTEXT, PAGES, RUNNING, CHUNK)
 
 
 class Answer(NamedTuple):

@@ -8,10 +8,9 @@ what was computed and the usage numbers against what was really done (A6, C1-C7)
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, event, settings
@@ -28,53 +27,12 @@ from hypothesis.stateful import (
 )
 
 from akv_jax.config import RepositionMode
-from spec.model import Layer, Model, ModelConfig, random_params
 from spec.operations import Append, Drop, History, Operation, Reposition, canonical
-from spec.rope import Rotary
-from spec.varieties import tiny
-from tests.tiny_engine import TinyEngine, quick_compiles
-from tests.watched_engine import Asked, Oracle, WatchedEngine
+from tests.two_layers import CHUNK, MODES, PAGES, RUNNING, oracle, warm
+from tests.watched_engine import Asked, WatchedEngine
 
-MODES: tuple[RepositionMode, ...] = ("on_read", "copy")
-#: Positions, pages of the largest pool, requests at once and prompt tokens a step.
-CONTEXT, PAGES, RUNNING, CHUNK = 64, 120, 8, 32
 #: The specification's time grows with it.
 LONGEST = 50
-
-
-def model_config() -> ModelConfig:
-    """Two layers, one with a window: as little as shows everything."""
-    half = Rotary(dim=8, base=1_000.0)
-    return tiny("two layers", Layer(half, window=5), Layer(half), hidden_size=16, num_heads=2, num_kv_heads=1)
-
-
-@functools.cache
-def params() -> Any:
-    return random_params(model_config(), seed=7)
-
-
-@functools.cache
-def warm(mode: RepositionMode) -> TinyEngine:
-    made = TinyEngine(
-        model_config(),
-        params(),
-        context_length=CONTEXT,
-        num_pages=PAGES,
-        max_running_requests=RUNNING,
-        chunked_prefill_size=CHUNK,
-        token_buckets=(CHUNK,),
-        reposition=mode,
-        compile_unit="step",
-    )
-    with quick_compiles():
-        made.engine().warm_up()
-    return made
-
-
-@functools.cache
-def oracle() -> Oracle:
-    return Oracle(Model.of(model_config(), params()))
-
 
 #: Few of them, so that conversations happen to begin alike, and to go on alike after a branch.
 tokens = st.integers(1, 6).flatmap(lambda size: st.lists(st.integers(0, 1), min_size=size, max_size=size)).map(tuple)
@@ -93,6 +51,18 @@ looks = st.one_of(st.just([]), st.lists(places, max_size=2))
 some = st.one_of(st.just(()), tokens)
 #: Steps of the engine before the next thing happens.
 few = st.integers(0, 4)
+
+
+class Further(NamedTuple):
+    """What follows an edit: tokens, the reply that is forced, steps, and tokens whose logits are looked at."""
+
+    tokens: tuple[int, ...]
+    reply: tuple[int, ...]
+    steps: int
+    at: list[int]
+
+
+further = st.builds(Further, some, replies, few, looks)
 salts = st.sampled_from(["", "", "other"])
 
 #: What conversations begin with; they begin alike.
@@ -153,29 +123,14 @@ class Agents(RuleBasedStateMachine):
             kept[-1] = Append(kept[-1].tokens[: 1 + cut % len(kept[-1].tokens)])
         return self.ask((salt, tuple(kept)), (Append(tokens),), reply, steps)
 
-    @rule(target=told, before=told, gone=drops, tokens=some, reply=replies, steps=few, at=looks)
-    def drop(
-        self,
-        before: Told,
-        gone: list[int],
-        tokens: tuple[int, ...],
-        reply: tuple[int, ...],
-        steps: int,
-        at: list[int],
-    ) -> Any:
-        return self.ask(before, (dropping(before[1], gone), Append(tokens)), reply, steps, at)
+    @rule(target=told, before=told, gone=drops, more=further)
+    def drop(self, before: Told, gone: list[int], more: Further) -> Any:
+        return self.ask(before, (dropping(before[1], gone), Append(more.tokens)), more.reply, more.steps, more.at)
 
-    @rule(target=told, before=told, gone=drops, tokens=some, reply=replies, steps=few, at=looks)
-    def reposition(
-        self,
-        before: Told,
-        gone: list[int],
-        tokens: tuple[int, ...],
-        reply: tuple[int, ...],
-        steps: int,
-        at: list[int],
-    ) -> Any:
-        return self.ask(before, (dropping(before[1], gone), Reposition(), Append(tokens)), reply, steps, at)
+    @rule(target=told, before=told, gone=drops, more=further)
+    def reposition(self, before: Told, gone: list[int], more: Further) -> Any:
+        edits = (dropping(before[1], gone), Reposition(), Append(more.tokens))
+        return self.ask(before, edits, more.reply, more.steps, more.at)
 
     @rule(crowd=st.lists(st.tuples(told, st.one_of(st.none(), drops), tokens), min_size=2, max_size=4))
     def crowd(self, crowd: list[tuple[Told, list[int] | None, tuple[int, ...]]]) -> None:

@@ -375,7 +375,8 @@ class WatchedEngine:
                 close(output.next_logits, meant[-1].logits)
             if sampled == 1 and asked.request.logits_at:
                 close(output.prompt_logits, np.array([meant[i].logits for i in asked.request.logits_at]))
-        if sampled == 1 and output.finish_reason is None and self.mode == "on_read":
+        keeps = not self.engine.config.disable_radix_cache
+        if keeps and sampled == 1 and output.finish_reason is None and self.mode == "on_read":
             # Whoever comes from now on shares what was computed, or somebody else's of the same.
             names = {self.ledger[page].name for page in self._cached()}
             assert names.issuperset(asked.names[entry.index] for entry in asked.state.active[:-1])

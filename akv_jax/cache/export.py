@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from akv_jax.cache.history import REPOSITION
+from akv_jax.cache.node import Edge
 
-#: What leads from a node to a child: the next token, or an operation as `history.steps` has it. A root's is its salt.
-Edge = int | bytes | str
 #: Parent (-1: none), edge, tokens, and when it was last used.
 Path = tuple[int, Edge, np.ndarray, int]
 _NO_TOKENS = np.zeros(0, np.int32)

@@ -11,32 +11,14 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
+from akv_jax.cache.node import Node
 from akv_jax.cache.radix_tree import RadixCache
 
 Kind = Literal["root", "tokens", "drop", "reposition"]
-
-
-class Node(Protocol):
-    """What is read of a node of the tree."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def parent(self) -> Node | None: ...
-    @property
-    def tokens(self) -> np.ndarray: ...
-    @property
-    def versions(self) -> Mapping[int, np.ndarray]: ...
-    @property
-    def dropped(self) -> np.ndarray | None: ...
-    @property
-    def last_used(self) -> int: ...
-    @property
-    def children(self) -> Mapping[Any, Node]: ...
 
 
 #: Of a run, the tokens that are copied; of a drop, the ranges of dropped indices.
@@ -137,21 +119,13 @@ def _view(
         length=len(node.tokens) if dropped is None else len(dropped),
         first=node.tokens[:first_tokens].copy(),
         ranges=() if dropped is None else _ranges(dropped),
-        resident=_resident(node),
+        resident=int(np.count_nonzero(node.any_version(slice(None)) >= 0)),
         versions={shift: len(pages) for shift, pages in versions.items()},
         leased=sum(int(np.count_nonzero(cache.is_leased(pages))) for pages in versions.values()),
         last_used=node.last_used,
         children=tuple(child.number for child in children),
         hidden=len(node.children) - len(children),
     )
-
-
-def _resident(node: Node) -> int:
-    """Tokens of a run with a page in some version."""
-    resident = np.zeros(len(node.tokens), bool)
-    for pages in node.versions.values():
-        resident |= pages >= 0
-    return int(np.count_nonzero(resident))
 
 
 def _kind(node: Node) -> Kind:

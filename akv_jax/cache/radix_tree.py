@@ -15,57 +15,21 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from akv_jax.cache.base import CacheStats, MatchResult
 from akv_jax.cache.eviction import EvictionClass, EvictionQueue
 from akv_jax.cache.export import TreeExport, from_nodes
-from akv_jax.cache.history import REPOSITION, common, steps
+from akv_jax.cache.history import common, steps
+from akv_jax.cache.node import Edge, Node
 from akv_jax.cache.pages import PageError, PagePool
 from akv_jax.config import EvictionPolicy, RepositionMode
 from akv_jax.planning.visibility import NEVER, Timeline, View
 
-#: What leads from a node to a child: the next token, or an operation. A root's is its salt.
-_Edge = int | bytes | str
 _NO_TOKENS = np.zeros(0, np.int32)
 #: Stretches of one shift in a run that is offered: where there are more, it is cut, so that arrays stay small.
 _MOST_STRETCHES = 8
-
-
-@dataclass(eq=False, slots=True)
-class _Node:
-    """A run of tokens, or an operation (no tokens).
-
-    versions: by shift (position of K - position at birth), int32 pages of the run, -1 where none is resident (C2).
-    Shift 0 is the birth version. resident: how many pages each version has, never 0.
-    """
-
-    number: int
-    parent: _Node | None
-    edge: _Edge
-    tokens: np.ndarray
-    last_used: int
-    versions: dict[int, np.ndarray] = field(default_factory=dict)
-    resident: dict[int, int] = field(default_factory=dict)
-    children: dict[_Edge, _Node] = field(default_factory=dict)
-
-    def any_version(self, at: np.ndarray | slice) -> np.ndarray:
-        """A resident page of each of these tokens, int32: of the birth version, else of another, else -1 (C3)."""
-        births = self.versions.get(0)
-        pages = np.full(len(self.tokens), -1, np.int32)[at] if births is None else births[at]
-        for shift, others in self.versions.items():
-            if shift:
-                pages = np.where(pages < 0, others[at], pages)
-        return pages
-
-    @property
-    def dropped(self) -> np.ndarray | None:
-        """Of a drop, the logical indices that it newly deactivates, ascending int32."""
-        if not isinstance(self.edge, bytes) or self.edge == REPOSITION:
-            return None
-        return np.frombuffer(self.edge, np.int32)
 
 
 class RadixCache:
@@ -85,8 +49,8 @@ class RadixCache:
         self._max_tokens = 16 * pool.num_pages if max_tokens is None else max_tokens
         self._tokens = self._pages = 0
         self._clock, self._numbers, self._receipts = itertools.count(1), itertools.count(), itertools.count()
-        self._nodes: dict[int, _Node] = {}
-        self._roots: dict[str, _Node] = {}
+        self._nodes: dict[int, Node] = {}
+        self._roots: dict[str, Node] = {}
         self._leases: dict[int, np.ndarray] = {}
         self._idle = EvictionQueue(pool.num_pages, eviction)
         size = pool.num_pages + 1
@@ -140,6 +104,7 @@ class RadixCache:
             self._leases[match.receipt] = self._without(held, pages)
         self._references[leaving] -= 1
         self._rest(leaving[self._references[leaving] == 0], timeline)
+        self._forget()
 
     def keep(
         self,
@@ -149,22 +114,22 @@ class RadixCache:
         positions: np.ndarray | None = None,
         match: MatchResult | None = None,
     ) -> np.ndarray:
-        own = np.flatnonzero(pages >= 0)
-        if not len(own):
-            return pages[own]
-        offered, shifts = pages, np.zeros_like(pages)
+        offered, shifts = pages[pages >= 0], np.zeros_like(pages)
         if positions is not None:
             # K that was turned back to its birth is not quite what it was: no birth version (see `base.KVCache`).
             shifts = positions - timeline.birth[: len(pages)]
             pages = np.where(shifts == 0, -1, pages)
+        own = np.flatnonzero(pages >= 0)
+        if not len(own):
+            return offered
         taken = [_NO_TOKENS]
-        runs, rests = self._grow(timeline, salt, int(own[-1]) + 1, next(self._clock))
+        runs, rest = self._grow(timeline, salt, int(own[-1]) + 1, next(self._clock))
         for run, begin in runs:
             stop = begin + len(run.tokens)
             for node, start in self._pieces(run, begin, np.where(pages[begin:stop] >= 0, shifts[begin:stop], 0)):
                 stop = start + len(node.tokens)
                 taken.append(self._take(node, start, pages[start:stop], shifts[start:stop]))
-        for rest in rests:
+        if rest is not None:
             self._prune(rest)
         new = np.concatenate(taken)
         self._pool.to_cached(new)
@@ -173,7 +138,7 @@ class RadixCache:
         else:
             self._lease(match.receipt, new)
         self._forget()
-        return self._without(offered[own], new)
+        return self._without(offered, new)
 
     def evictable(self) -> int:
         return len(self._idle)
@@ -205,7 +170,7 @@ class RadixCache:
     def num_nodes(self) -> int:
         return len(self._nodes)
 
-    def roots(self) -> Mapping[str, _Node]:
+    def roots(self) -> Mapping[str, Node]:
         """The tree by salt, to be read and not changed."""
         return self._roots
 
@@ -272,7 +237,7 @@ class RadixCache:
         if self._nodes or len(pages) != tree.num_slots:
             raise ValueError("only an empty cache can be restored, with a page for each slot")
         tree.validate()
-        nodes: list[_Node] = []
+        nodes: list[Node] = []
         for parent, edge, tokens, last_used in tree.paths():
             nodes.append(self._add(nodes[parent] if parent >= 0 else None, edge, tokens, last_used))
         self._roots = {str(node.edge): node for node in nodes if node.parent is None}
@@ -333,7 +298,7 @@ class RadixCache:
             left |= ends[index] != shift
         return (EvictionClass.FINISHED_BIRTH - 2 * left - (shift != 0)).astype(np.uint8)
 
-    def _take(self, node: _Node, start: int, pages: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+    def _take(self, node: Node, start: int, pages: np.ndarray, shifts: np.ndarray) -> np.ndarray:
         """Put offered pages (of each token of a run, -1: none) where it has none; returns those that were put."""
         taken = [_NO_TOKENS]
         for shift in np.unique(shifts[pages >= 0]).tolist():
@@ -375,7 +340,7 @@ class RadixCache:
 
     # -- the tree ----------------------------------------------------------------------------------------------------
 
-    def _walk(self, timeline: Timeline, salt: str) -> Iterator[tuple[_Node, int, int]]:
+    def _walk(self, timeline: Timeline, salt: str) -> Iterator[tuple[Node, int, int]]:
         """Runs on the path of the history: (node, logical index of its first token, tokens of it that agree)."""
         node = self._roots.get(salt)
         for edge, start, stop in steps(timeline):
@@ -393,14 +358,15 @@ class RadixCache:
             if node is None:
                 return
 
-    def _grow(self, timeline: Timeline, salt: str, end: int, now: int) -> tuple[list[tuple[_Node, int]], list[_Node]]:
+    def _grow(self, timeline: Timeline, salt: str, end: int, now: int) -> tuple[list[tuple[Node, int]], Node | None]:
         """Make the path of the history's first `end` tokens.
 
-        Returns its runs, each with its first logical index; and what was cut off runs, which may hold nothing.
+        Returns its runs, each with its first logical index; and what was cut off a run, which may hold nothing. That
+        happens once at most: below the cut all is new.
         """
         if salt not in self._roots:
             self._roots[salt] = self._add(None, salt, _NO_TOKENS, now)
-        node, runs, rests = self._roots[salt], [], []
+        node, runs, rest = self._roots[salt], [], None
         for edge, start, stop in steps(timeline):
             if start >= end:
                 break
@@ -414,15 +380,14 @@ class RadixCache:
                     child = self._add(node, int(tokens[0]), tokens, now)
                 length = common(child.tokens, timeline.tokens[at:stop])
                 if length < len(child.tokens):
-                    rests.append(child)
-                    child = self._split(child, length)
+                    rest, child = child, self._split(child, length)
                 child.last_used = now
                 runs.append((child, at))
                 node, at = child, at + length
-        return runs, rests
+        return runs, rest
 
-    def _add(self, parent: _Node | None, edge: _Edge, tokens: np.ndarray, now: int) -> _Node:
-        node = _Node(next(self._numbers), parent, edge, tokens, now)
+    def _add(self, parent: Node | None, edge: Edge, tokens: np.ndarray, now: int) -> Node:
+        node = Node(next(self._numbers), parent, edge, tokens, now)
         self._nodes[node.number] = node
         self._tokens += len(tokens)
         self.stats.tombstones += len(tokens)
@@ -430,7 +395,7 @@ class RadixCache:
             parent.children[edge] = node
         return node
 
-    def _split(self, node: _Node, length: int) -> _Node:
+    def _split(self, node: Node, length: int) -> Node:
         """Cut a run in two; returns the first part, which is a new node. Leases are on pages and do not notice."""
         assert node.parent is not None
         first = self._add(node.parent, node.edge, node.tokens[:length], node.last_used)
@@ -448,7 +413,7 @@ class RadixCache:
                     self._owner[own[there]], self._offset[own[there]] = part.number, there
         return first
 
-    def _pieces(self, node: _Node, start: int, shifts: np.ndarray) -> list[tuple[_Node, int]]:
+    def _pieces(self, node: Node, start: int, shifts: np.ndarray) -> list[tuple[Node, int]]:
         """A run and its first logical index, cut where it is to get many short stretches of different shifts."""
         pieces, at = [], 0
         for cut in (np.flatnonzero(np.diff(shifts)) + 1)[_MOST_STRETCHES - 1 :: _MOST_STRETCHES].tolist():
@@ -456,7 +421,7 @@ class RadixCache:
             at = cut
         return [*pieces, (node, start + at)]
 
-    def _prune(self, node: _Node) -> None:
+    def _prune(self, node: Node) -> None:
         """Remove a node that holds nothing and leads nowhere, then its parent if that is now one, and so on."""
         while node.parent is not None and not node.children and not node.versions:
             del node.parent.children[node.edge], self._nodes[node.number]
@@ -468,22 +433,34 @@ class RadixCache:
             self._nodes.pop(node.number, None)
 
     def _forget(self) -> None:
-        """Keep the remembered tokens within bounds: the ends of the oldest paths go first (C5)."""
+        """Keep the remembered tokens within bounds: the ends of the oldest paths go first (C5).
+
+        Paths that lead to leased pages do not count: nobody else's are given up for what cannot go.
+        """
         if self._tokens <= self._max_tokens:
             return
+        held = self._held()
         # Somewhat more than need be, for it takes a look at every leaf.
-        bound = self._max_tokens - self._max_tokens // 16
-        leaves = [(node.last_used, node.number) for node in self._nodes.values() if not node.children]
+        bound = self._max_tokens - self._max_tokens // 16 + sum(len(self._nodes[number].tokens) for number in held)
+        leaves = [(n.last_used, n.number) for n in self._nodes.values() if not n.children and n.number not in held]
         heapq.heapify(leaves)
         while leaves and self._tokens > bound:
             leaf = self._nodes[heapq.heappop(leaves)[1]]
             pages, parent = np.concatenate([_NO_TOKENS, *(p[p >= 0] for p in leaf.versions.values())]), leaf.parent
-            if self._references[pages].any():
-                continue
             self.stats.forgotten += len(pages)
             self._remove(pages)
             # Whatever was empty above the leaf has gone with it.
             while parent is not None and parent.number not in self._nodes:
                 parent = parent.parent
-            if parent is not None and not parent.children:
+            if parent is not None and not parent.children and parent.number not in held:
                 heapq.heappush(leaves, (parent.last_used, parent.number))
+
+    def _held(self) -> set[int]:
+        """Numbers of the nodes that have leased pages, or lead to some."""
+        held: set[int] = set()
+        for number in np.unique(self._owner[self._references > 0]).tolist():
+            node: Node | None = self._nodes[number]
+            while node is not None and node.number not in held:
+                held.add(node.number)
+                node = node.parent
+        return held

@@ -17,7 +17,7 @@ from akv_jax.chat.lowering import prepare_chat
 from akv_jax.chat.messages import parse_messages
 from akv_jax.config import EngineConfig
 from akv_jax.engine import Engine
-from akv_jax.models.load import LoadedModel, load_model
+from akv_jax.models.load import LoadedModel
 from akv_jax.runtime.runner import Runner
 from benchmarks import cache, cache_speed
 from benchmarks.cache_speed import Sizes, Texts
@@ -27,20 +27,9 @@ from benchmarks.recorder import Recorder
 from benchmarks.replay import RollingDrop, evictions_of, replay
 from benchmarks.simulate import Conversation, simulate
 from benchmarks.trajectories import Trajectory, rolling_drop
-from tests.serving.running import write_tiny_model
 from tests.tiny_engine import quick_compiles
 
 EDITS = RollingDrop(keep=1, every=2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("benchmarks") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> LoadedModel:
-    return load_model(folder, "float32", folder, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +96,7 @@ def test_a_simulation_reports_what_the_server_does(
     virtual = simulate(model, small, [Conversation(chat, AGENTS[1])], edits, max_tokens=1)
     for name in ("turns", "prompt_tokens", "computed_tokens", "restored_tokens", "hit_rate"):
         assert getattr(real, name) == getattr(virtual, name), name
-    assert (recorder.forwards, recorder.peak_pages) == (virtual.forwards, virtual.peak_pages)
+    assert (engine.stats().forwards_total, recorder.peak_pages) == (virtual.forwards, virtual.peak_pages)
     assert real.turns == 6
     assert 0 < real.hit_rate < 1
 
@@ -160,13 +149,13 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _small(folder: Path) -> list[str]:
-    return ["--model", str(folder), "--cache-dir", str(folder)]
+def _small(tiny_directory: Path) -> list[str]:
+    return ["--model", str(tiny_directory), "--cache-dir", str(tiny_directory)]
 
 
 def test_the_replay_reports_every_case(model: LoadedModel, config: EngineConfig) -> None:
     # Of one mode, for each mode compiles programs of its own.
-    runs = [dataclasses.replace(case, mode="copy") for case in cache.cases(EDITS, cache.evictions_known())]
+    runs = [dataclasses.replace(case, mode="copy") for case in cache.cases(EDITS)]
     arguments = argparse.Namespace(max_tokens=2, think=0.0)
     with quick_compiles():
         results = list(cache.served(model, config, runs, AGENTS, arguments))
@@ -179,18 +168,18 @@ def test_the_replay_reports_every_case(model: LoadedModel, config: EngineConfig)
     cache.table_of(results)
 
 
-def test_the_simulation_reports_every_pool(folder: Path, tmp_path: Path) -> None:
+def test_the_simulation_reports_every_pool(tiny_directory: Path, tmp_path: Path) -> None:
     small = ["--simulate", "--agents", "2", "--turns", "3", "--tool-chars", "50", "--pool-share", "0.5", "2"]
-    rows = _report(tmp_path / "out.json", cache.main, [*small, *_small(folder), "--context-length", "8192"])
+    rows = _report(tmp_path / "out.json", cache.main, [*small, *_small(tiny_directory), "--context-length", "8192"])
     assert len({row["pool"] for row in rows}) == 2
     assert all(row["turns"] == 6 for row in rows)
     assert rows[0]["restored_tokens"] > 0
     assert rows[-1]["restored_tokens"] == 0
 
 
-def test_too_few_runs_are_an_error(folder: Path, recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_runs_are_an_error(tiny_directory: Path, recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cache.main([str(recording), *_small(folder), "--agents", "4"])
+        cache.main([str(recording), *_small(tiny_directory), "--agents", "4"])
     assert "--agents 4: there are 3 runs" in capsys.readouterr().err
 
 

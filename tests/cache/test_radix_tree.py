@@ -325,6 +325,23 @@ def test_memory_of_paths_is_bounded() -> None:
     simulation.drain()
 
 
+def test_what_cannot_be_forgotten_costs_nobody_else() -> None:
+    """C5: a history longer than the bound, while it is leased, does not drive out what others have cached."""
+    simulation = SharingSimulation(num_pages=200, max_tokens=100)
+    other = (Append(tuple(range(100, 130))),)
+    simulation.submit(other)
+    while simulation.live:
+        simulation.step()
+    large = simulation.submit((Append(tuple(range(120))),), outputs=50)
+    while simulation.cache.remembered <= 100:
+        simulation.step()
+    client = simulation.submit(other)
+    while client.end is None:
+        simulation.step()
+    assert large.end is None and simulation.computed[client.job.job_id] == 1
+    simulation.drain()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_leases_of_later_entries_do_not_stand_in_the_way_of_holes(mode: RepositionMode) -> None:
     """A4, A7: a request that fits when nothing is resident fits when anything is."""

@@ -13,19 +13,12 @@ from akv_jax.chat.detokenizer import TextStream
 from akv_jax.chat.tool_choice import free_grammar, reply_grammar
 from akv_jax.config import EngineConfig
 from akv_jax.engine import Engine
-from akv_jax.models.load import LoadedModel, load_model
+from akv_jax.models.load import LoadedModel
 from akv_jax.request import Request, Sampling
 from akv_jax.runtime.generation import Generation
 from akv_jax.runtime.grammar import GrammarError, GrammarState, Vocabulary
 from spec.operations import Append
-from tests.serving.running import write_tiny_model
 from tests.tiny_engine import generated, run
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = write_tiny_model(tmp_path_factory.mktemp("grammar") / "tiny")
-    return load_model(folder, "float32", folder, progress=False)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,16 +12,6 @@ from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel, load_model
 from tests.serving.fake_engine import FakeEngine, endless
 from tests.serving.running import Running, running, write_tiny_model
-
-
-@pytest.fixture(scope="session")
-def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("serving") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def model(tiny_directory: Path) -> LoadedModel:
-    return load_model(tiny_directory, "float32", tiny_directory, progress=False)
 
 
 @pytest.fixture(scope="session")
