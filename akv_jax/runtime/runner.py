@@ -89,7 +89,7 @@ def default_dtype(platform: str) -> str:
 
 
 def default_compile_unit(platform: str) -> CompileUnit:
-    """Layer by layer where calls cost nothing beside what they compute."""
+    """Layer by layer where a call costs little beside what it computes."""
     return "layer" if platform == "cpu" else "step"
 
 

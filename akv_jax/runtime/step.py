@@ -1,8 +1,8 @@
 """A forward pass as executables, compiled ahead of time (DESIGN R3): one for a whole step, or one for a kind of layer.
 
 Layer by layer, a model of thirty layers alike compiles, and is loaded from the compilation cache, thirty times as
-fast; and on a CPU the thirty calls cost nothing, because they are queued while the first one runs. A GPU, whose step
-takes a few milliseconds, gets one executable for the whole.
+fast; and on a CPU the thirty calls cost little (0 to 10 % of a step), for they are queued while the first one runs. A
+GPU, whose step takes a few milliseconds, gets one executable for the whole.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ def test_sixteen_tokens_where_none_are_asked_for(tiny: Running) -> None:
 @pytest.mark.parametrize("include_usage", [False, True])
 def test_a_stream_says_what_a_whole_answer_says(tiny: Running, include_usage: bool) -> None:
     arguments: dict[str, Any] = {"prompt": PROMPT, "logprobs": 3, "extra_body": {"return_token_ids": True}, **GREEDY}
+    tiny.http.post("/flush_cache")
     whole = tiny.client.completions.create(**arguments)
+    tiny.http.post("/flush_cache")
     options: Any = {"stream_options": {"include_usage": True}} if include_usage else {}
     chunks = list(tiny.client.completions.create(stream=True, **options, **arguments))
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
