@@ -46,13 +46,17 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """A sparse feed-forward layer: softmax router, the best `experts_per_token` experts, gated SiLU experts."""
+    """A sparse feed-forward layer: softmax router, the best `experts_per_token` experts, gated experts."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    #: Renormalise the chosen experts' weights to sum to 1.
+    #: Renormalise the chosen experts' weights to sum to 1 (which is a softmax over the chosen ones' logits).
     normalize: bool = True
+    #: Additive biases on the router and on the experts' three projections.
+    bias: bool = False
+    #: GPT-OSS's activation: gate cut above this, up on both sides. None is silu(gate) · up.
+    clamp: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A pre-norm decoder-only transformer with RMSNorm, rotary grouped-query attention and gated SiLU layers."""
+    """A pre-norm decoder with RMSNorm, rotary grouped-query attention and gated feed-forward layers."""
 
     vocab_size: int
     hidden_size: int

@@ -10,7 +10,8 @@ Parameters are a plain dict; weights are stored [out, in] and y = W x:
 and a layer has "attn_norm": [d], "q": [Hq*D, d], "k": [Hkv*D, d], "v": [Hkv*D, d], "o": [d, Hq*D], "ffn_norm": [d],
 "gate": [f, d], "up": [f, d], "down": [d, f], and where the configuration says so "q_norm", "k_norm": [D], "q_bias",
 "k_bias", "v_bias", "o_bias", "sinks": [Hq]; with experts "router": [E, d], "experts_gate", "experts_up": [E, f, d] and
-"experts_down": [E, d, f] instead of the dense three.
+"experts_down": [E, d, f] instead of the dense three, and "router_bias": [E], "experts_gate_bias", "experts_up_bias":
+[E, f], "experts_down_bias": [E, d].
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """A sparse feed-forward layer: softmax router, the best `experts_per_token` experts, gated SiLU experts."""
+    """A sparse feed-forward layer: softmax router, the best `experts_per_token` experts, gated experts."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    #: Renormalise the chosen experts' weights to sum to 1.
+    #: Renormalise the chosen experts' weights to sum to 1 (which is a softmax over the chosen ones' logits).
     normalize: bool = True
+    #: Additive biases on the router and on the experts' three projections (each may be absent, and is 0 then).
+    bias: bool = False
+    #: GPT-OSS's activation: gate cut above this, up on both sides. None is silu(gate) · up.
+    clamp: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +178,28 @@ def gated_silu(x: np.ndarray, weights: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def mixture(x: np.ndarray, weights: Mapping[str, np.ndarray], moe: MoE) -> np.ndarray:
     """The sparse one: the likeliest experts, weighted by their probabilities among *all* experts."""
-    probabilities = softmax(weights["router"] @ x)
+    probabilities = softmax(weights["router"] @ x + weights.get("router_bias", 0.0))
     chosen = np.argsort(-probabilities, kind="stable")[: moe.experts_per_token]
     shares = probabilities[chosen]
     if moe.normalize:
         shares = shares / shares.sum()
-    outputs = [gated_silu(x, {n: weights[f"experts_{n}"][expert] for n in ("gate", "up", "down")}) for expert in chosen]
-    return np.sum([share * output for share, output in zip(shares, outputs, strict=True)], axis=0)
+
+    def project(name: str, expert: int, x: np.ndarray) -> np.ndarray:
+        bias = weights[f"experts_{name}_bias"][expert] if f"experts_{name}_bias" in weights else 0.0
+        return weights[f"experts_{name}"][expert] @ x + bias
+
+    def run(expert: int) -> np.ndarray:
+        gate, up = project("gate", expert, x), project("up", expert, x)
+        hidden = silu(gate) * up if moe.clamp is None else clamped_glu(gate, up, moe.clamp)
+        return project("down", expert, hidden)
+
+    return np.sum([share * run(expert) for share, expert in zip(shares, chosen, strict=True)], axis=0)
+
+
+def clamped_glu(gate: np.ndarray, up: np.ndarray, limit: float) -> np.ndarray:
+    """GPT-OSS's activation: (up + 1) · gate · sigmoid(1.702 · gate), with gate at most `limit` and |up| at most too."""
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -222,6 +242,9 @@ def parameter_shapes(config: ModelConfig) -> tuple[dict[str, Shape], dict[str, S
     else:
         e, f = config.moe.num_experts, config.moe.intermediate_size
         layer |= {"router": (e, d), "experts_gate": (e, f, d), "experts_up": (e, f, d), "experts_down": (e, d, f)}
+        if config.moe.bias:
+            layer |= {"router_bias": (e,), "experts_gate_bias": (e, f), "experts_up_bias": (e, f)}
+            layer |= {"experts_down_bias": (e, d)}
     return top, layer
 
 

@@ -40,6 +40,22 @@ def test_experts_by_hand() -> None:
     np.testing.assert_allclose(mixture(x, weights, MoE(3, 2, 1)), silu * (30 + 400) / 7, rtol=1e-14)
 
 
+def test_clamped_experts_by_hand() -> None:
+    """L8: by hand: GPT-OSS's activation cuts gate above and up on both sides, and every projection has its bias."""
+    one = np.ones((2, 1, 1))
+    biases = {
+        "experts_gate_bias": [[0.0], [9.0]],
+        "experts_up_bias": [[-9.0], [1.0]],
+        "experts_down_bias": [[0.5], [2]],
+    }
+    weights = {"router": one[:, 0], "experts_gate": one, "experts_up": one, "experts_down": one}
+    weights |= {name: np.array(bias) for name, bias in biases.items()} | {"router_bias": np.log([1.0, 3.0])}
+    # Gates are 1 and 10, ups -8 and 2: with a limit of 4, 1 and 4, -4 and 2.
+    first, second = (-4 + 1) * 1 / (1 + np.exp(-1.702)) + 0.5, (2 + 1) * 4 / (1 + np.exp(-1.702 * 4)) + 2
+    mixed = mixture(np.array([1.0]), weights, MoE(2, 2, 1, bias=True, clamp=4.0))
+    np.testing.assert_allclose(mixed, [(first + 3 * second) / 4], rtol=1e-14)
+
+
 def test_softmax_of_large_scores() -> None:
     np.testing.assert_allclose(softmax(np.array([1e4, 1e4])), [0.5, 0.5])
 

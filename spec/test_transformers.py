@@ -7,6 +7,7 @@ and transformers.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ SIZES |= {
 
 LLAMA3 = RotaryScaling("llama3", factor=8.0, original_context=64)
 YARN = RotaryScaling("yarn", factor=8.0, original_context=64, beta_fast=8.0)
+GPT_OSS_ROTARY = Rotary(8, 500.0, scaling=replace(YARN, truncate=False))
 THEIR_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 THEIR_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0}
 THEIR_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 8.0}
@@ -94,6 +96,25 @@ TRANSFORMERS = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 24,
             "norm_topk_prob": False,
+        },
+    ),
+    "gpt_oss": (
+        tiny(
+            "ours",
+            Layer(GPT_OSS_ROTARY, window=5),
+            Layer(GPT_OSS_ROTARY),
+            attention_bias=True,
+            attention_sinks=True,
+            moe=MoE(6, 3, 48, bias=True, clamp=1.5),
+        ),
+        "GptOss",
+        {
+            "rope_parameters": {**THEIR_YARN, "truncate": False},
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 1.5,
         },
     ),
     "partial_interleaved": (
@@ -215,6 +236,8 @@ def their_layer(weights: dict[str, np.ndarray], names: set[str], layer: int) -> 
     result |= {f"self_attn.{n}_proj.weight": weights[n] for n in "qkvo"}
     result |= {f"self_attn.{n}_proj.bias": weights[f"{n}_bias"] for n in "qkvo" if f"{n}_bias" in weights}
     result |= {f"self_attn.{n}.weight": weights[n] for n in ("q_norm", "k_norm") if n in weights}
+    if "sinks" in weights:
+        return result | _of_gpt_oss(weights)
     if "router" in weights:
         both = np.concatenate([weights["experts_gate"], weights["experts_up"]], axis=1)
         return result | {
@@ -226,3 +249,21 @@ def their_layer(weights: dict[str, np.ndarray], names: set[str], layer: int) -> 
     if f"model.layers.{layer}.mlp.gate_up_proj.weight" in names:
         return result | {"mlp.gate_up_proj.weight": np.concatenate([weights["gate"], weights["up"]])}
     return result | {"mlp.gate_proj.weight": weights["gate"], "mlp.up_proj.weight": weights["up"]}
+
+
+def _of_gpt_oss(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Theirs are [experts, in, out], gate and up alternating."""
+
+    def alternating(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        return np.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:])
+
+    both = alternating(weights["experts_gate"], weights["experts_up"])
+    return {
+        "self_attn.sinks": weights["sinks"],
+        "mlp.router.weight": weights["router"],
+        "mlp.router.bias": weights["router_bias"],
+        "mlp.experts.gate_up_proj": both.swapaxes(1, 2),
+        "mlp.experts.gate_up_proj_bias": alternating(weights["experts_gate_bias"], weights["experts_up_bias"]),
+        "mlp.experts.down_proj": weights["experts_down"].swapaxes(1, 2),
+        "mlp.experts.down_proj_bias": weights["experts_down_bias"],
+    }

@@ -38,6 +38,8 @@ def varieties() -> dict[str, ModelConfig]:
         tiny("biases", full, full, attention_bias=True),
         tiny("moe", full, full, moe=MoE(num_experts=6, experts_per_token=2, intermediate_size=24)),
         tiny("moe_unnormalized", full, full, moe=MoE(4, 2, 24, normalize=False)),
+        # Cut where a few of a hundred values are.
+        tiny("moe_clamped", full, full, moe=MoE(6, 3, 24, bias=True, clamp=1.5)),
         tiny("base_per_layer", Layer(Rotary(dim=8, base=100.0), window=8), Layer(Rotary(dim=8, base=1e6))),
         tiny(
             "everything",

@@ -14,9 +14,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from akv_jax.config import Layer, ModelConfig
+from akv_jax.models.experts import mixture
 from akv_jax.models.rope import RotaryTable, magnitude
 from akv_jax.runtime.batch import MOVE_BLOCK, MoveBatch, StepBatch
+from pallas_kernels.grouped_matmul import api as grouped_matmul
+from pallas_kernels.grouped_matmul.api import GroupedMatmul
 from pallas_kernels.rotary import rotate
+from pallas_kernels.segment_attention import api as segment_attention
 from pallas_kernels.segment_attention.api import Attention, SegmentAttention
 
 Params = Mapping[str, Any]
@@ -29,9 +33,21 @@ class Pool(NamedTuple):
     v: tuple[Array, ...]
 
 
+class Kernels(NamedTuple):
+    """What a layer calls by a backend's name (DESIGN R4)."""
+
+    attention: SegmentAttention
+    grouped_matmul: GroupedMatmul
+
+
+def kernels(backend: str) -> Kernels:
+    """All of one backend; ValueError lists the known ones."""
+    return Kernels(segment_attention.backend(backend), grouped_matmul.backend(backend))
+
+
 def forward(
     config: ModelConfig,
-    attention: SegmentAttention,
+    kernels: Kernels,
     params: Params,
     tables: Sequence[RotaryTable],
     pool: Pool,
@@ -50,7 +66,7 @@ def forward(
     jitted = jax.jit(decoder_layer, static_argnums=(0, 1, 2, 3, 4))
     for index, (layer, weights, table) in enumerate(zip(config.layers, params["layers"], tables, strict=True)):
         x, keys[index], values[index] = jitted(
-            config, layer, attention, tile, shifts, weights, table, x, keys[index], values[index], batch
+            config, layer, kernels, tile, shifts, weights, table, x, keys[index], values[index], batch
         )
     return head(config, params, x, batch), Pool(tuple(keys), tuple(values))
 
@@ -69,7 +85,7 @@ def head(config: ModelConfig, params: Params, x: Array, batch: StepBatch) -> Arr
 def decoder_layer(
     config: ModelConfig,
     layer: Layer,
-    attention: SegmentAttention,
+    kernels: Kernels,
     tile: int,
     shifts: bool,
     weights: Params,
@@ -94,9 +110,9 @@ def decoder_layer(
         tile=tile,
         shifts=shifts,
     )
-    out = attention(q, keys, values, batch.attention, *table, weights.get("sinks"), spec)
+    out = kernels.attention(q, keys, values, batch.attention, *table, weights.get("sinks"), spec)
     x = x + linear(out.reshape(len(x), -1), weights["o"], weights.get("o_bias"))
-    x = x + _feed_forward(config, weights, norm(x, weights["ffn_norm"], config.norm_eps))
+    x = x + _feed_forward(config, kernels, weights, norm(x, weights["ffn_norm"], config.norm_eps))
     return x, keys, values
 
 
@@ -166,30 +182,8 @@ def _move(
     return lax.fori_loop(0, (jnp.asarray(moves.num) + MOVE_BLOCK - 1) // MOVE_BLOCK, block, (keys, values))
 
 
-def _feed_forward(config: ModelConfig, weights: Params, x: Array) -> Array:
+def _feed_forward(config: ModelConfig, kernels: Kernels, weights: Params, x: Array) -> Array:
     if config.moe is None:
         return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
-    moe, rows = config.moe, len(x)
-    probabilities = jax.nn.softmax(linear(x, weights["router"]), axis=-1)
-    chosen, experts = lax.top_k(probabilities, moe.experts_per_token)
-    if moe.normalize:
-        chosen = chosen / chosen.sum(axis=-1, keepdims=True)
-    # One grouped dot for all experts: rows sorted by expert, each row once for every expert it goes to.
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    sizes = jnp.bincount(experts.reshape(-1), length=moe.num_experts).astype(jnp.int32)
-    rows_in = x[order // moe.experts_per_token]
-    gate, up = _grouped(rows_in, weights["experts_gate"], sizes), _grouped(rows_in, weights["experts_up"], sizes)
-    out = _grouped(jax.nn.silu(gate) * up, weights["experts_down"], sizes)
-    out = jnp.zeros_like(out).at[order].set(out).reshape(rows, moe.experts_per_token, -1)
-    return (out * chosen[..., None]).sum(axis=1)
-
-
-def _grouped(x: Array, weight: Array, sizes: Array) -> Array:
-    """x [rows, in], sorted by expert, times weight [experts, out, in]."""
-    return lax.ragged_dot(
-        x.astype(weight.dtype),
-        weight.swapaxes(1, 2),
-        sizes,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    logits = linear(x, weights["router"], weights.get("router_bias"))
+    return mixture(config.moe, kernels.grouped_matmul, weights, x, logits)

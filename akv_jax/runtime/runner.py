@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from akv_jax.config import CompileUnit, EngineConfig, ModelConfig
-from akv_jax.models.decoder import Params, Pool
+from akv_jax.models.decoder import Params, Pool, kernels
 from akv_jax.models.rope import rotary_table
 from akv_jax.planning.plan import NO_MOVES, Segment, StepPlan
 from akv_jax.runtime.batch import StepBatch, build
 from akv_jax.runtime.sampling import Adjustment, Sampled, SamplingBatch, sample
 from akv_jax.runtime.step import Step, compile_step
-from pallas_kernels.segment_attention.api import backend
 
 #: Pages that are written at once when a stored cache is loaded.
 LOAD_BLOCK = 1024
@@ -220,7 +219,7 @@ class Runner:
             self._steps[rows] = compile_step(
                 self.config.compile_unit or default_compile_unit(jax.default_backend()),
                 self.model,
-                backend(self.config.attention_backend),
+                kernels(self.config.attention_backend),
                 *(self._params, self._tables, self._pool, self._build(_rehearsal(rows), rows)),
                 tile=self.config.tile,
                 shifts=self.config.reposition == "on_read",

@@ -15,10 +15,9 @@ import jax
 import numpy as np
 
 from akv_jax.config import CompileUnit, ModelConfig
-from akv_jax.models.decoder import Params, Pool, decoder_layer, embed, forward, head
+from akv_jax.models.decoder import Kernels, Params, Pool, decoder_layer, embed, forward, head
 from akv_jax.models.rope import RotaryTable
 from akv_jax.runtime.batch import StepBatch
-from pallas_kernels.segment_attention.api import SegmentAttention
 
 #: From weights, tables, the donated pool and a batch to float32 logits [S, V] and the pool.
 Step = Callable[[Params, Sequence[RotaryTable], Pool, StepBatch], tuple[jax.Array, Pool]]
@@ -27,7 +26,7 @@ Step = Callable[[Params, Sequence[RotaryTable], Pool, StepBatch], tuple[jax.Arra
 def compile_step(
     unit: CompileUnit,
     config: ModelConfig,
-    attention: SegmentAttention,
+    kernels: Kernels,
     *arguments: Any,
     tile: int,
     shifts: bool,
@@ -35,9 +34,9 @@ def compile_step(
     """Compile for arguments of these shapes (see `Step`); their values are not looked at."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
     if unit == "step":
-        function = functools.partial(forward, config, attention, tile=tile, shifts=shifts)
+        function = functools.partial(forward, config, kernels, tile=tile, shifts=shifts)
         return jax.jit(function, donate_argnums=2).lower(*shapes).compile()
-    return LayeredStep(config, attention, *shapes, tile=tile, shifts=shifts)
+    return LayeredStep(config, kernels, *shapes, tile=tile, shifts=shifts)
 
 
 class LayeredStep:
@@ -46,7 +45,7 @@ class LayeredStep:
     def __init__(
         self,
         config: ModelConfig,
-        attention: SegmentAttention,
+        kernels: Kernels,
         params: Any,
         tables: Any,
         pool: Any,
@@ -66,7 +65,7 @@ class LayeredStep:
             leaves, structure = jax.tree.flatten((weights, table, k, v))
             kind = layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if kind not in kinds:
-                function = functools.partial(decoder_layer, config, layer, attention, tile, shifts)
+                function = functools.partial(decoder_layer, config, layer, kernels, tile, shifts)
                 lowered = jax.jit(function, donate_argnums=(2, 3, 4)).lower(weights, table, embedded, k, v, batch)
                 kinds[kind] = lowered.compile()
             self._layers.append(kinds[kind])

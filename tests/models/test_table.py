@@ -15,7 +15,7 @@ from tests.models import checkpoints as tiny
 DENSE = config_from_hf(tiny.HF_CONFIG)
 EVERYTHING = replace(
     DENSE,
-    moe=MoE(num_experts=3, experts_per_token=2, intermediate_size=32),
+    moe=MoE(num_experts=3, experts_per_token=2, intermediate_size=32, bias=True),
     qk_norm=True,
     attention_bias=True,
     attention_sinks=True,
@@ -60,6 +60,10 @@ def test_tree_has_the_shapes_that_the_forward_pass_expects():
         "experts_gate": (3, 32, 64),
         "experts_up": (3, 32, 64),
         "experts_down": (3, 64, 32),
+        "router_bias": (3,),
+        "experts_gate_bias": (3, 32),
+        "experts_up_bias": (3, 32),
+        "experts_down_bias": (3, 64),
     }
     assert set(build_params(weight_table(DENSE), lambda info: 0)["layers"][0]) >= {"gate", "up", "down"}
 

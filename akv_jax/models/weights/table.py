@@ -131,18 +131,28 @@ def _sparse_ffn(config: ModelConfig, layer: int) -> list[ArrayInfo]:
     d, f, experts = config.hidden_size, config.moe.intermediate_size, config.moe.num_experts
     gguf, hf = f"blk.{layer}.ffn_", f"model.layers.{layer}.mlp."
 
-    def info(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ArrayInfo:
-        each = tuple(f"{hf}experts.{expert}.{name}_proj.weight" for expert in range(experts))
-        path = ("layers", layer, f"experts_{name}")
-        return ArrayInfo(path, (experts, *shape), ("experts", *axes), f"{gguf}{name}_exps.weight", each)
+    def info(name: str, shape: tuple[int, ...], axes: tuple[str, ...], kind: str = "weight") -> ArrayInfo:
+        each = tuple(f"{hf}experts.{expert}.{name}_proj.{kind}" for expert in range(experts))
+        path = ("layers", layer, f"experts_{name}" if kind == "weight" else f"experts_{name}_bias")
+        return ArrayInfo(path, (experts, *shape), ("experts", *axes), f"{gguf}{name}_exps.{kind}", each)
 
-    router = ("layers", layer, "router")
-    return [
-        ArrayInfo(router, (experts, d), ("experts", "embed"), f"{gguf}gate_inp.weight", (f"{hf}gate.weight",)),
+    def router(name: str, shape: tuple[int, ...], axes: tuple[str, ...], kind: str) -> ArrayInfo:
+        return ArrayInfo(("layers", layer, name), shape, axes, f"{gguf}gate_inp.{kind}", (f"{hf}gate.{kind}",))
+
+    infos = [
+        router("router", (experts, d), ("experts", "embed"), "weight"),
         info("gate", (f, d), ("ffn", "embed")),
         info("up", (f, d), ("ffn", "embed")),
         info("down", (d, f), ("embed", "ffn")),
     ]
+    if config.moe.bias:
+        infos += [
+            router("router_bias", (experts,), ("experts",), "bias"),
+            info("gate", (f,), ("ffn",), "bias"),
+            info("up", (f,), ("ffn",), "bias"),
+            info("down", (d,), ("embed",), "bias"),
+        ]
+    return infos
 
 
 def build_params(table: Iterable[ArrayInfo], leaf: Callable[[ArrayInfo], Any]) -> Params:

@@ -1,0 +1,103 @@
+"""Every backend of the grouped matrix product against the oracle (DESIGN R4)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul.api import BACKENDS, backend
+from pallas_kernels.grouped_matmul.reference import multiply
+from pallas_kernels.grouped_matmul.triton import Config, choose, grouped_matmul, tiles_of
+
+#: Rows of each group, and rows of none after them; inputs and outputs.
+CASES: dict[str, tuple[list[int], int, int, int]] = {
+    "mixed": ([3, 0, 40, 17, 1], 0, 64, 96),
+    "rows_of_no_group": ([5, 20], 30, 64, 64),
+    "no_rows_of_any_group": ([0, 0, 0], 20, 64, 32),
+    "one_group": ([50], 0, 32, 64),
+    "one_row": ([0, 0, 1, 0], 0, 64, 64),
+    "widths_of_no_block": ([16, 32, 9], 7, 80, 104),
+    "first_and_last_empty": ([0, 30, 0], 0, 64, 64),
+}
+
+
+def make(name: str, dtype: Any = np.float32, seed: int = 0) -> tuple[np.ndarray, ...]:
+    sizes, spare, inputs, outputs = CASES[name]
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal((sum(sizes) + spare, inputs)).astype(dtype)
+    weight = (generator.standard_normal((len(sizes), outputs, inputs)) / np.sqrt(inputs)).astype(dtype)
+    return x, weight, np.array(sizes, np.int32), generator.standard_normal((len(sizes), outputs)).astype(dtype)
+
+
+@functools.cache
+def compiled(backend_name: str) -> Any:
+    return jax.jit(backend(backend_name))
+
+
+@pytest.mark.parametrize(("name", "with_bias"), [("mixed", False), *((name, True) for name in CASES)])
+@pytest.mark.parametrize("backend_name", ["xla", "pallas_triton_interpret"])
+def test_agrees_with_the_oracle(backend_name: str, name: str, with_bias: bool) -> None:
+    """R4: float32 within 2e-5 of unit-variance values; rows of no group are zeros."""
+    x, weight, sizes, bias = make(name)
+    arguments = (x, weight, sizes, bias if with_bias else None)
+    out = np.asarray(compiled(backend_name)(*arguments))
+    assert out.dtype == np.float32
+    assert np.abs(out - multiply(*arguments)).max() <= 2e-5
+    assert not out[sizes.sum() :].any()
+
+
+@pytest.mark.parametrize("backend_name", ["xla", "pallas_triton_interpret"])
+def test_bfloat16(backend_name: str) -> None:
+    """The product of bfloat16 numbers is exact in float32, so only the sum is rounded."""
+    arguments = make("mixed", ml_dtypes.bfloat16)
+    assert np.abs(np.asarray(compiled(backend_name)(*arguments)) - multiply(*arguments)).max() <= 2e-5
+
+
+def test_rows_of_no_group_may_hold_anything() -> None:
+    x, weight, sizes, bias = make("rows_of_no_group")
+    x[sizes.sum() :] = np.nan
+    for name in ("xla", "pallas_triton_interpret"):
+        assert not np.asarray(compiled(name)(x, weight, sizes, bias))[sizes.sum() :].any(), name
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+def test_tiles_cover_every_row_once_and_straddle_no_groups(tile: int) -> None:
+    """Whatever the sizes, the number of tiles that a launch has is enough."""
+    generator, rows = np.random.default_rng(1), 150
+    cut = jax.jit(tiles_of, static_argnums=(1, 2))
+    for _ in range(50):
+        sizes = generator.multinomial(generator.integers(0, rows + 1), generator.dirichlet(np.full(6, 0.4)))
+        owner = np.repeat(np.arange(7), [*sizes, rows - sizes.sum()])
+        seen = np.zeros(rows, np.int64)
+        for group, start, stop in zip(*map(np.asarray, cut(sizes.astype(np.int32), rows, tile))):
+            assert stop - start <= tile
+            assert (owner[start:stop] == group).all()
+            seen[start:stop] += 1
+        assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_lowers_for_cuda(rows: int, dtype: Any) -> None:
+    """What the interpreter accepts Triton may not: every configuration that is chosen is lowered too."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    arguments = (shape((rows, 2880)), shape((4, 2880, 2880)), jax.ShapeDtypeStruct((4,), np.int32), shape((4, 2880)))
+    lowered = jax.jit(grouped_matmul).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert "xla.gpu.triton" in lowered.as_text()
+
+
+def test_configurations_depend_on_what_a_group_has() -> None:
+    few, many = choose(64, 32, jnp.dtype(jnp.bfloat16)), choose(1 << 15, 32, jnp.dtype(jnp.bfloat16))
+    assert isinstance(few, Config)
+    assert few.rows < many.rows
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match=", ".join(BACKENDS)):
+        backend("cuda")
