@@ -23,7 +23,8 @@ from akv_jax.planning.plan import NO_MOVES, Segment, StepPlan
 from akv_jax.runtime.batch import StepBatch, build
 from akv_jax.runtime.sampling import Adjustment, Sampled, SamplingBatch, sample
 from akv_jax.runtime.step import Step, compile_step
-from pallas_kernels.segment_attention.api import backend
+from pallas_kernels.reposition import api as reposition
+from pallas_kernels.segment_attention import api as segment_attention
 
 #: Pages that are written at once when a stored cache is loaded.
 LOAD_BLOCK = 1024
@@ -217,13 +218,14 @@ class Runner:
     def _step(self, rows: int) -> Step:
         """The forward pass for that many query rows."""
         if rows not in self._steps:
+            name = self.config.attention_backend
             self._steps[rows] = compile_step(
                 self.config.compile_unit or default_compile_unit(jax.default_backend()),
                 self.model,
-                backend(self.config.attention_backend),
+                segment_attention.backend(name),
                 *(self._params, self._tables, self._pool, self._build(_rehearsal(rows), rows)),
                 tile=self.config.tile,
-                shifts=self.config.reposition == "on_read",
+                reposition=reposition.backend(name) if self.config.reposition == "copy" else None,
             )
         return self._steps[rows]
 

@@ -18,6 +18,7 @@ from akv_jax.config import CompileUnit, ModelConfig
 from akv_jax.models.decoder import Params, Pool, decoder_layer, embed, forward, head
 from akv_jax.models.rope import RotaryTable
 from akv_jax.runtime.batch import StepBatch
+from pallas_kernels.reposition.api import Reposition
 from pallas_kernels.segment_attention.api import SegmentAttention
 
 #: From weights, tables, the donated pool and a batch to float32 logits [S, V] and the pool.
@@ -30,14 +31,14 @@ def compile_step(
     attention: SegmentAttention,
     *arguments: Any,
     tile: int,
-    shifts: bool,
+    reposition: Reposition | None,
 ) -> Step:
     """Compile for arguments of these shapes (see `Step`); their values are not looked at."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
     if unit == "step":
-        function = functools.partial(forward, config, attention, tile=tile, shifts=shifts)
+        function = functools.partial(forward, config, attention, tile=tile, reposition=reposition)
         return jax.jit(function, donate_argnums=2).lower(*shapes).compile()
-    return LayeredStep(config, attention, *shapes, tile=tile, shifts=shifts)
+    return LayeredStep(config, attention, *shapes, tile=tile, reposition=reposition)
 
 
 class LayeredStep:
@@ -53,7 +54,7 @@ class LayeredStep:
         batch: Any,
         *,
         tile: int,
-        shifts: bool,
+        reposition: Reposition | None,
     ) -> None:
         """All arguments but the first two are trees of `jax.ShapeDtypeStruct`."""
         outer = _outside_layers(params)
@@ -66,7 +67,7 @@ class LayeredStep:
             leaves, structure = jax.tree.flatten((weights, table, k, v))
             kind = layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if kind not in kinds:
-                function = functools.partial(decoder_layer, config, layer, attention, tile, shifts)
+                function = functools.partial(decoder_layer, config, layer, attention, tile, reposition)
                 lowered = jax.jit(function, donate_argnums=(2, 3, 4)).lower(weights, table, embedded, k, v, batch)
                 kinds[kind] = lowered.compile()
             self._layers.append(kinds[kind])
