@@ -115,6 +115,7 @@ class EngineConfig:
     max_queued_requests: int = 256
     #: Most prompt tokens computed in one step, over all requests.
     chunked_prefill_size: int = 256
+    #: Attention and, in copy mode, reposition by name (DESIGN R4): one of `pallas_kernels`, or a module with both.
     attention_backend: str = "xla"
     dtype: Literal["float32", "bfloat16"] = "float32"
     #: Of requests that send none; None draws one for each.

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from akv_jax.config import Layer, ModelConfig
+from akv_jax.config import Layer, ModelConfig, RepositionMode
 from akv_jax.models.experts import mixture
 from akv_jax.models.rope import RotaryTable, magnitude
-from akv_jax.runtime.batch import MOVE_BLOCK, MoveBatch, StepBatch
+from akv_jax.runtime.batch import StepBatch
 from pallas_kernels.grouped_matmul import api as grouped_matmul
 from pallas_kernels.grouped_matmul.api import GroupedMatmul
+from pallas_kernels.reposition import api as reposition
+from pallas_kernels.reposition.api import Reposition, Rotation
 from pallas_kernels.rotary import rotate
 from pallas_kernels.segment_attention import api as segment_attention
 from pallas_kernels.segment_attention.api import Attention, SegmentAttention
@@ -38,11 +40,17 @@ class Kernels(NamedTuple):
 
     attention: SegmentAttention
     grouped_matmul: GroupedMatmul
+    #: Makes the batch's moves. Without it there are none, and page lists may carry shifts instead (DESIGN C8).
+    reposition: Reposition | None
 
 
-def kernels(backend: str) -> Kernels:
-    """All of one backend; ValueError lists the known ones."""
-    return Kernels(segment_attention.backend(backend), grouped_matmul.backend(backend))
+def kernels(backend: str, mode: RepositionMode) -> Kernels:
+    """All that a mode needs of one backend; ValueError lists the known ones."""
+    return Kernels(
+        segment_attention.backend(backend),
+        grouped_matmul.backend(backend),
+        reposition.backend(backend) if mode == "copy" else None,
+    )
 
 
 def forward(
@@ -54,19 +62,18 @@ def forward(
     batch: StepBatch,
     *,
     tile: int,
-    shifts: bool,
 ) -> tuple[Array, Pool]:
     """Run every query once. Returns float32 logits [len(batch.logit_rows), V] and the pool with K and V written.
 
-    `tables` holds one table a layer; `shifts` says whether page lists may carry shifts (DESIGN C8, on_read).
+    `tables` holds one table a layer.
     """
     x = embed(params, batch)
     keys, values = list(pool.k), list(pool.v)
     # Layers alike are traced once, and called by name in what is lowered: a tenth of the time to trace thirty.
-    jitted = jax.jit(decoder_layer, static_argnums=(0, 1, 2, 3, 4))
+    jitted = jax.jit(decoder_layer, static_argnums=(0, 1, 2, 3))
     for index, (layer, weights, table) in enumerate(zip(config.layers, params["layers"], tables, strict=True)):
         x, keys[index], values[index] = jitted(
-            config, layer, kernels, tile, shifts, weights, table, x, keys[index], values[index], batch
+            config, layer, kernels, tile, weights, table, x, keys[index], values[index], batch
         )
     return head(config, params, x, batch), Pool(tuple(keys), tuple(values))
 
@@ -87,7 +94,6 @@ def decoder_layer(
     layer: Layer,
     kernels: Kernels,
     tile: int,
-    shifts: bool,
     weights: Params,
     table: RotaryTable,
     x: Array,
@@ -98,8 +104,9 @@ def decoder_layer(
     """One layer of `forward`: x [T, d] and its pools in, the same out."""
     q, k, v = _qkv(config, layer, weights, table, norm(x, weights["attn_norm"], config.norm_eps), batch.positions)
     keys, values = _write(keys, batch.destinations, k), _write(values, batch.destinations, v)
-    if not shifts:
-        keys, values = _move(config, layer, table, keys, values, batch.moves)
+    if kernels.reposition is not None:
+        rotation = Rotation(config.num_kv_heads, config.head_dim, layer.rotary.style)
+        keys, values = kernels.reposition(keys, values, batch.moves, *table, rotation)
     spec = Attention(
         config.num_heads,
         config.num_kv_heads,
@@ -108,7 +115,7 @@ def decoder_layer(
         window=layer.window,
         rotary_style=layer.rotary.style,
         tile=tile,
-        shifts=shifts,
+        shifts=kernels.reposition is None,
     )
     out = kernels.attention(q, keys, values, batch.attention, *table, weights.get("sinks"), spec)
     x = x + linear(out.reshape(len(x), -1), weights["o"], weights.get("o_bias"))
@@ -158,28 +165,6 @@ def _write(pool: Array, pages: Array, rows: Array) -> Array:
     if pool.dtype == jnp.uint16:
         rows = lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
     return pool.at[pages].set(rows.astype(pool.dtype), mode="promise_in_bounds")
-
-
-def _move(
-    config: ModelConfig, layer: Layer, table: RotaryTable, keys: Array, values: Array, moves: MoveBatch
-) -> tuple[Array, Array]:
-    """Copy mode: turn K by its shift and copy V into new pages (DESIGN C2, C8). Rotation in float32 (C3)."""
-
-    def block(index: Array, pools: tuple[Array, Array]) -> tuple[Array, Array]:
-        keys, values = pools
-        source, target, shift = (
-            lax.dynamic_slice_in_dim(jnp.asarray(a), index * MOVE_BLOCK, MOVE_BLOCK)
-            for a in (moves.source, moves.target, moves.shift)
-        )
-        rows = keys[source]
-        if rows.dtype == jnp.uint16:
-            rows = lax.bitcast_convert_type(rows, jnp.bfloat16)
-        cos, sin = table.cos[jnp.abs(shift)], table.sin[jnp.abs(shift)] * jnp.sign(shift).astype(jnp.float32)[:, None]
-        heads = rows.reshape(-1, config.num_kv_heads, config.head_dim)
-        keys = _write(keys, target, rotate(heads, cos, sin, style=layer.rotary.style))
-        return keys, values.at[target].set(values[source])
-
-    return lax.fori_loop(0, (jnp.asarray(moves.num) + MOVE_BLOCK - 1) // MOVE_BLOCK, block, (keys, values))
 
 
 def _feed_forward(config: ModelConfig, kernels: Kernels, weights: Params, x: Array) -> Array:

@@ -13,21 +13,11 @@ from jax import Array
 from akv_jax.cache.pages import SCRATCH_PAGE
 from akv_jax.planning.plan import Segment, StepPlan
 from akv_jax.runtime.host_array import empty_aligned
+from pallas_kernels.reposition.api import MOVE_PADDING, MoveBatch
 from pallas_kernels.segment_attention.api import LIST_PADDING, Lists, SegmentBatch
 
-#: Moves are made this many at a time; the arrays have room for a last incomplete block.
-MOVE_BLOCK = 256
 #: Segments of at most this many queries run as single rows: cheaper than a mostly empty tile.
 _SHORT = 4
-
-
-class MoveBatch(NamedTuple):
-    """Moves of copy mode (DESIGN C8): int32 [capacity]; those from `num` on are padding."""
-
-    source: Array
-    target: Array
-    shift: Array
-    num: Array
 
 
 class StepBatch(NamedTuple):
@@ -72,9 +62,9 @@ def build(
             pages, positions, shifts, query_positions, _lists(single, rows), _lists(tiles, rows if rows > _SHORT else 0)
         ),
         moves=MoveBatch(
-            _padded(plan.moves.source, move_capacity + MOVE_BLOCK),
-            _padded(plan.moves.target, move_capacity + MOVE_BLOCK, fill=SCRATCH_PAGE),
-            _padded(plan.moves.shift, move_capacity + MOVE_BLOCK),
+            _padded(plan.moves.source, move_capacity + MOVE_PADDING),
+            _padded(plan.moves.target, move_capacity + MOVE_PADDING, fill=SCRATCH_PAGE),
+            _padded(plan.moves.shift, move_capacity + MOVE_PADDING),
             _scalar(len(plan.moves.source)),
         ),
         logit_rows=_padded(plan.logit_rows, logit_rows),

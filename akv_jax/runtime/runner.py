@@ -219,10 +219,9 @@ class Runner:
             self._steps[rows] = compile_step(
                 self.config.compile_unit or default_compile_unit(jax.default_backend()),
                 self.model,
-                kernels(self.config.attention_backend),
+                kernels(self.config.attention_backend, self.config.reposition),
                 *(self._params, self._tables, self._pool, self._build(_rehearsal(rows), rows)),
                 tile=self.config.tile,
-                shifts=self.config.reposition == "on_read",
             )
         return self._steps[rows]
 

@@ -29,14 +29,13 @@ def compile_step(
     kernels: Kernels,
     *arguments: Any,
     tile: int,
-    shifts: bool,
 ) -> Step:
     """Compile for arguments of these shapes (see `Step`); their values are not looked at."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
     if unit == "step":
-        function = functools.partial(forward, config, kernels, tile=tile, shifts=shifts)
+        function = functools.partial(forward, config, kernels, tile=tile)
         return jax.jit(function, donate_argnums=2).lower(*shapes).compile()
-    return LayeredStep(config, kernels, *shapes, tile=tile, shifts=shifts)
+    return LayeredStep(config, kernels, *shapes, tile=tile)
 
 
 class LayeredStep:
@@ -52,7 +51,6 @@ class LayeredStep:
         batch: Any,
         *,
         tile: int,
-        shifts: bool,
     ) -> None:
         """All arguments but the first two are trees of `jax.ShapeDtypeStruct`."""
         outer = _outside_layers(params)
@@ -65,7 +63,7 @@ class LayeredStep:
             leaves, structure = jax.tree.flatten((weights, table, k, v))
             kind = layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if kind not in kinds:
-                function = functools.partial(decoder_layer, config, layer, kernels, tile, shifts)
+                function = functools.partial(decoder_layer, config, layer, kernels, tile)
                 lowered = jax.jit(function, donate_argnums=(2, 3, 4)).lower(weights, table, embedded, k, v, batch)
                 kinds[kind] = lowered.compile()
             self._layers.append(kinds[kind])

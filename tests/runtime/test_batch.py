@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from akv_jax.planning.plan import NO_MOVES, Moves, Segment, StepPlan
-from akv_jax.runtime.batch import MOVE_BLOCK, SCRATCH_PAGE, StepBatch, build
+from akv_jax.runtime.batch import MOVE_PADDING, SCRATCH_PAGE, StepBatch, build
 from pallas_kernels.segment_attention.api import LIST_PADDING, Lists
 
 SIZES = {"rows": 64, "logit_rows": 8, "list_capacity": 500, "move_capacity": 20, "tile": 16}
@@ -87,7 +87,7 @@ def test_padding() -> None:
     assert len(batch.attention.pages) == 500 + LIST_PADDING
     assert np.asarray(batch.logit_rows).tolist() == [0, used - 1, *[0] * 6]
     assert int(batch.moves.num) == 7
-    assert len(batch.moves.source) == 20 + MOVE_BLOCK
+    assert len(batch.moves.source) == 20 + MOVE_PADDING
     assert set(np.asarray(batch.moves.target)[7:]) == {SCRATCH_PAGE}
 
 
