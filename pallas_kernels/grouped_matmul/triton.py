@@ -42,7 +42,7 @@ def choose(rows: int, groups: int, dtype: jnp.dtype) -> Config:
     # Few rows a group read the weights once and are bound by that: many programs, deep pipelines.
     if rows <= 32 * groups:
         return Config(16, 64, 128, num_warps=4, num_stages=3)
-    return Config(64, 128, 64, num_warps=4, num_stages=3)
+    return Config(128, 128, 64, num_warps=8, num_stages=3)
 
 
 def grouped_matmul(
@@ -109,7 +109,8 @@ def _kernel(group_ref, start_ref, stop_ref, x_ref, weight_ref, *refs, config: Co
         return total + plt.dot(x, weight, trans_b=True, precision=lax.Precision.HIGHEST)
 
     # A tile of no group, and one of no rows, computes nothing.
-    steps = jnp.where(owned & (start_ref[tile] < stop_ref[tile]), pl.cdiv(inputs, tile_inputs), 0)
+    busy = owned & (start_ref[tile] < stop_ref[tile])
+    steps = jnp.where(busy, jnp.int32(pl.cdiv(inputs, tile_inputs)), jnp.int32(0))
     total = lax.fori_loop(0, steps, step, jnp.zeros((tile_rows, tile_outputs), jnp.float32))
     if bias:
         shift = plt.load(refs[0].at[group, from_columns], mask=inside & owned, other=0.0)
