@@ -2,6 +2,10 @@
 
 Shapes: T query rows, d hidden_size, H query heads, G KV heads, D head_dim, P pages, V vocabulary.
 Weights are stored [out, in] (`models/weights/table.py` names them); the residual stream is float32.
+
+Over several devices (DESIGN R5) each runs this with its own part of the weights and of the pool, and a `ModelConfig` of
+the heads that it has. `axis` names the mesh axis over which parts are summed: after the embedding, after attention's
+output projection and after the feed-forward; and the logits are put together. Nothing else is communicated.
 """
 
 from __future__ import annotations
@@ -62,31 +66,42 @@ def forward(
     batch: StepBatch,
     *,
     tile: int,
+    axis: str | None = None,
 ) -> tuple[Array, Pool]:
     """Run every query once. Returns float32 logits [len(batch.logit_rows), V] and the pool with K and V written.
 
     `tables` holds one table a layer.
     """
-    x = embed(params, batch)
+    x = embed(axis, params, batch)
     keys, values = list(pool.k), list(pool.v)
     # Layers alike are traced once, and called by name in what is lowered: a tenth of the time to trace thirty.
-    jitted = jax.jit(decoder_layer, static_argnums=(0, 1, 2, 3))
+    jitted = jax.jit(decoder_layer, static_argnums=(0, 1, 2, 3, 4))
     for index, (layer, weights, table) in enumerate(zip(config.layers, params["layers"], tables, strict=True)):
         x, keys[index], values[index] = jitted(
-            config, layer, kernels, tile, weights, table, x, keys[index], values[index], batch
+            config, layer, kernels, tile, axis, weights, table, x, keys[index], values[index], batch
         )
-    return head(config, params, x, batch), Pool(tuple(keys), tuple(values))
+    return head(config, axis, params, x, batch), Pool(tuple(keys), tuple(values))
 
 
-def embed(params: Params, batch: StepBatch) -> Array:
+def embed(axis: str | None, params: Params, batch: StepBatch) -> Array:
     """The residual stream before the first layer: float32 [T, d]."""
-    return params["embed"][batch.tokens].astype(jnp.float32)
+    table, tokens = params["embed"], batch.tokens
+    if axis is None:
+        return table[tokens].astype(jnp.float32)
+    # Each device has some tokens' rows, and zeros for the others.
+    mine = tokens - lax.axis_index(axis) * len(table)
+    rows = table.at[mine].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return lax.psum(rows.astype(jnp.float32), axis)
 
 
-def head(config: ModelConfig, params: Params, x: Array, batch: StepBatch) -> Array:
+def head(config: ModelConfig, axis: str | None, params: Params, x: Array, batch: StepBatch) -> Array:
     """Logits of the rows that they are asked for, from the residual stream x [T, d]: float32 [S, V]."""
     x = norm(x[batch.logit_rows], params["norm"], config.norm_eps)
-    return linear(x, params.get("head", params["embed"]))
+    logits = linear(x, params.get("head", params["embed"]))
+    if axis is None:
+        return logits
+    # Rows that only pad the vocabulary are no tokens.
+    return lax.all_gather(logits, axis, axis=1, tiled=True)[:, : config.vocab_size]
 
 
 def decoder_layer(
@@ -94,6 +109,7 @@ def decoder_layer(
     layer: Layer,
     kernels: Kernels,
     tile: int,
+    axis: str | None,
     weights: Params,
     table: RotaryTable,
     x: Array,
@@ -118,9 +134,16 @@ def decoder_layer(
         shifts=kernels.reposition is None,
     )
     out = kernels.attention(q, keys, values, batch.attention, *table, weights.get("sinks"), spec)
-    x = x + linear(out.reshape(len(x), -1), weights["o"], weights.get("o_bias"))
-    x = x + _feed_forward(config, kernels, weights, norm(x, weights["ffn_norm"], config.norm_eps))
+    x = x + _summed(linear(out.reshape(len(x), -1), weights["o"]), axis)
+    if "o_bias" in weights:
+        x = x + weights["o_bias"].astype(jnp.float32)
+    x = x + _summed(_feed_forward(config, kernels, axis, weights, norm(x, weights["ffn_norm"], config.norm_eps)), axis)
     return x, keys, values
+
+
+def _summed(part: Array, axis: str | None) -> Array:
+    """The sum of all devices' parts."""
+    return part if axis is None else lax.psum(part, axis)
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -167,8 +190,9 @@ def _write(pool: Array, pages: Array, rows: Array) -> Array:
     return pool.at[pages].set(rows.astype(pool.dtype), mode="promise_in_bounds")
 
 
-def _feed_forward(config: ModelConfig, kernels: Kernels, weights: Params, x: Array) -> Array:
+def _feed_forward(config: ModelConfig, kernels: Kernels, axis: str | None, weights: Params, x: Array) -> Array:
+    """x [T, d] to float32 [T, d], this device's part of it."""
     if config.moe is None:
         return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
     logits = linear(x, weights["router"], weights.get("router_bias"))
-    return mixture(config.moe, kernels.grouped_matmul, weights, x, logits)
+    return mixture(config.moe, kernels.grouped_matmul, axis, weights, x, logits)

@@ -14,26 +14,32 @@ from pallas_kernels.grouped_matmul.api import GroupedMatmul
 
 
 def mixture(
-    moe: MoE, grouped: GroupedMatmul, weights: Mapping[str, Any], x: Array, logits: Array, first: Array | int = 0
+    moe: MoE, grouped: GroupedMatmul, axis: str | None, weights: Mapping[str, Any], x: Array, logits: Array
 ) -> Array:
     """Tokens x [T, d] through the experts that `logits` [T, num_experts] favour: float32 [T, d].
 
-    `weights` may hold some experts only, from number `first` on: the sum is then over those of them that were chosen,
-    and the sums of all devices add up to the whole (DESIGN R5).
+    Over the devices of a mesh `axis` (DESIGN R5) it is this device's part, and all parts add up to the whole: each has
+    whole experts, or a part of the intermediate dimension of all of them.
     """
     shares, chosen = lax.top_k(jax.nn.softmax(logits, axis=-1), moe.experts_per_token)
     if moe.normalize:
         shares = shares / shares.sum(axis=-1, keepdims=True)
     here = weights["experts_gate"].shape[0]
     # Rows sorted by expert, each token once for every expert it goes to; those for experts elsewhere come last.
-    experts = chosen.reshape(-1) - first
-    experts = jnp.where((experts >= 0) & (experts < here), experts, here)
+    experts = chosen.reshape(-1)
+    if here < moe.num_experts:
+        assert axis is not None
+        experts = experts - lax.axis_index(axis) * here
+        experts = jnp.where((experts >= 0) & (experts < here), experts, here)
     order = jnp.argsort(experts, stable=True)
     sizes = jnp.bincount(experts, length=here).astype(jnp.int32)
 
     def project(name: str, rows: Array) -> Array:
-        weight = weights[f"experts_{name}"]
-        return grouped(rows.astype(weight.dtype), weight, sizes, weights.get(f"experts_{name}_bias"))
+        weight, bias = weights[f"experts_{name}"], weights.get(f"experts_{name}_bias")
+        if bias is not None and name == "down" and axis is not None and here == moe.num_experts:
+            # Of an expert that every device has a part of, one adds the bias.
+            bias = jnp.where(lax.axis_index(axis) == 0, bias, 0)
+        return grouped(rows.astype(weight.dtype), weight, sizes, bias)
 
     rows = x.astype(weights["experts_gate"].dtype)[order // moe.experts_per_token]
     out = project("down", activate(moe, project("gate", rows), project("up", rows)))

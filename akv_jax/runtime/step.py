@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from akv_jax.config import CompileUnit, ModelConfig
 from akv_jax.models.decoder import Kernels, Params, Pool, decoder_layer, embed, forward, head
 from akv_jax.models.rope import RotaryTable
+from akv_jax.models.sharding import MODEL, POOL_SPEC
 from akv_jax.runtime.batch import StepBatch
+from akv_jax.runtime.placement import EVERYWHERE, compile_for, everywhere
 
 #: From weights, tables, the donated pool and a batch to float32 logits [S, V] and the pool.
 Step = Callable[[Params, Sequence[RotaryTable], Pool, StepBatch], tuple[jax.Array, Pool]]
@@ -29,13 +31,18 @@ def compile_step(
     kernels: Kernels,
     *arguments: Any,
     tile: int,
+    mesh: Mesh | None = None,
 ) -> Step:
-    """Compile for arguments of these shapes (see `Step`); their values are not looked at."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
-    if unit == "step":
-        function = functools.partial(forward, config, kernels, tile=tile)
-        return jax.jit(function, donate_argnums=2).lower(*shapes).compile()
-    return LayeredStep(config, kernels, *shapes, tile=tile)
+    """Compile for arguments of these shapes (see `Step`) and shardings; their values are not looked at.
+
+    On a mesh `config` is what one device computes with (`sharding.Layout.local`).
+    """
+    if unit == "layer":
+        return LayeredStep(config, kernels, *arguments, tile=tile, mesh=mesh)
+    axis = None if mesh is None else MODEL
+    function = functools.partial(forward, config, kernels, tile=tile, axis=axis)
+    pools: Any = (POOL_SPEC,) * config.num_layers
+    return compile_for(mesh, function, arguments, (EVERYWHERE, Pool(pools, pools)), donate=(2,))
 
 
 class LayeredStep:
@@ -51,28 +58,33 @@ class LayeredStep:
         batch: Any,
         *,
         tile: int,
+        mesh: Mesh | None,
     ) -> None:
-        """All arguments but the first two are trees of `jax.ShapeDtypeStruct`."""
+        """Of `params`, `tables`, `pool` and `batch` only shapes and shardings count."""
+        self._mesh = mesh
+        axis = None if mesh is None else MODEL
         outer = _outside_layers(params)
-        embedded = jax.eval_shape(embed, outer, batch)
-        self._embed = jax.jit(embed).lower(outer, batch).compile()
-        self._head = jax.jit(functools.partial(head, config)).lower(outer, embedded, batch).compile()
+        self._embed = compile_for(mesh, functools.partial(embed, axis), (outer, batch), EVERYWHERE)
+        (stream,) = jax.tree.leaves(self._embed.out_info)
+        self._head = compile_for(mesh, functools.partial(head, config, axis), (outer, stream, batch), EVERYWHERE)
         kinds: dict[Any, Any] = {}
         self._layers = []
         for layer, weights, table, k, v in zip(config.layers, params["layers"], tables, *pool, strict=True):
             leaves, structure = jax.tree.flatten((weights, table, k, v))
             kind = layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if kind not in kinds:
-                function = functools.partial(decoder_layer, config, layer, kernels, tile)
-                lowered = jax.jit(function, donate_argnums=(2, 3, 4)).lower(weights, table, embedded, k, v, batch)
-                kinds[kind] = lowered.compile()
+                function = functools.partial(decoder_layer, config, layer, kernels, tile, axis)
+                results = (EVERYWHERE, POOL_SPEC, POOL_SPEC)
+                kinds[kind] = compile_for(
+                    mesh, function, (weights, table, stream, k, v, batch), results, donate=(2, 3, 4)
+                )
             self._layers.append(kinds[kind])
 
     def __call__(
         self, params: Params, tables: Sequence[RotaryTable], pool: Pool, batch: StepBatch
     ) -> tuple[jax.Array, Pool]:
         # Every layer reads it.
-        batch = jax.device_put(batch)
+        batch = everywhere(self._mesh, batch)
         outer = _outside_layers(params)
         x = self._embed(outer, batch)
         keys, values = list(pool.k), list(pool.v)

@@ -1,6 +1,6 @@
 """Every weight declared once: its place in the params tree, shape, logical axes and name in each file format.
 
-The table is derived from a `ModelConfig` alone. Loading walks it, and so will sharding (DESIGN R5), which maps the
+The table is derived from a `ModelConfig` alone. Loading walks it, and so does sharding (DESIGN R5), which maps the
 logical axes to mesh axes. Weights are stored `[out, in]`, the order both file formats have and the faster one for few
 rows on a CPU.
 """
@@ -136,18 +136,19 @@ def _sparse_ffn(config: ModelConfig, layer: int) -> list[ArrayInfo]:
         path = ("layers", layer, f"experts_{name}" if kind == "weight" else f"experts_{name}_bias")
         return ArrayInfo(path, (experts, *shape), ("experts", *axes), f"{gguf}{name}_exps.{kind}", each)
 
-    def router(name: str, shape: tuple[int, ...], axes: tuple[str, ...], kind: str) -> ArrayInfo:
+    def router(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], kind: str) -> ArrayInfo:
         return ArrayInfo(("layers", layer, name), shape, axes, f"{gguf}gate_inp.{kind}", (f"{hf}gate.{kind}",))
 
+    # Every device routes every token.
     infos = [
-        router("router", (experts, d), ("experts", "embed"), "weight"),
+        router("router", (experts, d), (None, "embed"), "weight"),
         info("gate", (f, d), ("ffn", "embed")),
         info("up", (f, d), ("ffn", "embed")),
         info("down", (d, f), ("embed", "ffn")),
     ]
     if config.moe.bias:
         infos += [
-            router("router_bias", (experts,), ("experts",), "bias"),
+            router("router_bias", (experts,), (None,), "bias"),
             info("gate", (f,), ("ffn",), "bias"),
             info("up", (f,), ("ffn",), "bias"),
             info("down", (d,), ("embed",), "bias"),
