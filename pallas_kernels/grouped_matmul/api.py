@@ -9,25 +9,27 @@ from collections.abc import Callable
 
 from jax import Array
 
+from pallas_kernels.backends import find
+
 #: (x [R, I], weight [E, O, I], sizes int32 [E], bias [E, O] | None) -> float32 [R, O].
 #: Group e owns `sizes[e]` rows, those after the rows of the groups before it: row r of it becomes
 #: weight[e] @ x[r] + bias[e], accumulated in float32. Rows after the last group come back as zeros. x and weight have
 #: one dtype, float32 or bfloat16; sizes are values, never shapes, and sum to at most R.
 GroupedMatmul = Callable[[Array, Array, Array, Array | None], Array]
 
-BACKENDS = ("xla", "pallas_triton", "pallas_triton_interpret", "reference")
+#: Ours, as "module:function". reference is the oracle, pallas_triton_interpret is pallas_triton without a GPU.
+_KNOWN = {
+    "xla": "pallas_kernels.grouped_matmul.xla:grouped_matmul",
+    "pallas_triton": "pallas_kernels.grouped_matmul.triton:grouped_matmul",
+    "pallas_triton_interpret": "pallas_kernels.grouped_matmul.triton:interpreted",
+    "reference": "pallas_kernels.grouped_matmul.reference:grouped_matmul",
+}
+BACKENDS = tuple(_KNOWN)
 
 
 def backend(name: str) -> GroupedMatmul:
-    """The implementation of that name; ValueError lists the known ones."""
-    if name == "xla":
-        from pallas_kernels.grouped_matmul.xla import grouped_matmul
-    elif name == "pallas_triton":
-        from pallas_kernels.grouped_matmul.triton import grouped_matmul
-    elif name == "pallas_triton_interpret":
-        from pallas_kernels.grouped_matmul.triton import interpreted as grouped_matmul
-    elif name == "reference":
-        from pallas_kernels.grouped_matmul.reference import grouped_matmul
-    else:
-        raise ValueError(f"unknown grouped matmul backend {name!r}: expected one of {', '.join(BACKENDS)}")
-    return grouped_matmul
+    """The implementation of that name (DESIGN R4): one of `BACKENDS`, or `grouped_matmul` of anybody's module.
+
+    ValueError if there is no such name or module, or no such function in the module.
+    """
+    return find("grouped_matmul", name, _KNOWN)
