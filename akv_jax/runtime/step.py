@@ -8,8 +8,9 @@ GPU, whose step takes a few milliseconds, gets one executable for the whole.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from akv_jax.config import CompileUnit, ModelConfig
 from akv_jax.models.decoder import Params, Pool, decoder_layer, embed, forward, head
 from akv_jax.models.rope import RotaryTable
 from akv_jax.runtime.batch import StepBatch
+from akv_jax.runtime.host_array import empty_aligned
 from pallas_kernels.segment_attention.api import SegmentAttention
 
 #: From weights, tables, the donated pool and a batch to float32 logits [S, V] and the pool.
@@ -33,11 +35,65 @@ def compile_step(
     shifts: bool,
 ) -> Step:
     """Compile for arguments of these shapes (see `Step`); their values are not looked at."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
-    if unit == "step":
-        function = functools.partial(forward, config, attention, tile=tile, shifts=shifts)
-        return jax.jit(function, donate_argnums=2).lower(*shapes).compile()
-    return LayeredStep(config, attention, *shapes, tile=tile, shifts=shifts)
+    params, tables, pool, batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
+    packing = Packing(batch)
+    if unit == "layer":
+        return LayeredStep(config, attention, params, tables, pool, packing, tile=tile, shifts=shifts)
+
+    def function(params: Params, tables: Sequence[RotaryTable], pool: Pool, packed: Packed) -> tuple[jax.Array, Pool]:
+        return forward(config, attention, params, tables, pool, packing.unpack(packed), tile=tile, shifts=shifts)
+
+    step = jax.jit(function, donate_argnums=2).lower(params, tables, pool, packing.shapes).compile()
+    return lambda params, tables, pool, batch: step(params, tables, pool, packing.pack(batch))
+
+
+class Packed(NamedTuple):
+    """A batch as few arrays: all its small ones one after another, int32 [total], and each large one as it is."""
+
+    small: Any
+    large: tuple[Any, ...]
+
+
+class Packing:
+    """How the arrays of a batch of given shapes are put together: every array costs time on its way to a device."""
+
+    #: Entries from which an array is better left alone than copied.
+    LARGE = 1 << 14
+
+    def __init__(self, batch: Any) -> None:
+        """`batch` is a tree of int32 `jax.ShapeDtypeStruct`."""
+        leaves, self._structure = jax.tree.flatten(batch)
+        self._places: list[tuple[int, int] | None] = []
+        end = 0
+        for leaf in leaves:
+            assert leaf.dtype == np.int32
+            size = math.prod(leaf.shape)
+            self._places.append((end, size) if size < self.LARGE else None)
+            end += size if size < self.LARGE else 0
+        self._leaves = leaves
+        large = tuple(leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None)
+        #: What `pack` gives, as shapes.
+        self.shapes = Packed(jax.ShapeDtypeStruct((end,), np.int32), large)
+
+    def pack(self, batch: Any) -> Packed:
+        """NumPy in, NumPy out."""
+        small = empty_aligned(self.shapes.small.shape, np.int32)
+        large = []
+        for leaf, place in zip(jax.tree.leaves(batch), self._places, strict=True):
+            if place is None:
+                large.append(leaf)
+            else:
+                small[place[0] : sum(place)] = np.ravel(leaf)
+        return Packed(small, tuple(large))
+
+    def unpack(self, packed: Packed) -> Any:
+        """The batch again, inside an executable."""
+        large = iter(packed.large)
+        leaves = [
+            next(large) if place is None else packed.small[place[0] : sum(place)].reshape(leaf.shape)
+            for leaf, place in zip(self._leaves, self._places, strict=True)
+        ]
+        return jax.tree.unflatten(self._structure, leaves)
 
 
 class LayeredStep:
@@ -50,16 +106,24 @@ class LayeredStep:
         params: Any,
         tables: Any,
         pool: Any,
-        batch: Any,
+        packing: Packing,
         *,
         tile: int,
         shifts: bool,
     ) -> None:
-        """All arguments but the first two are trees of `jax.ShapeDtypeStruct`."""
-        outer = _outside_layers(params)
-        embedded = jax.eval_shape(embed, outer, batch)
-        self._embed = jax.jit(embed).lower(outer, batch).compile()
-        self._head = jax.jit(functools.partial(head, config)).lower(outer, embedded, batch).compile()
+        """`params`, `tables` and `pool` are trees of `jax.ShapeDtypeStruct`."""
+        outer, packed, unpack = _outside_layers(params), packing.shapes, packing.unpack
+
+        def first(outer: Params, packed: Packed) -> jax.Array:
+            return embed(outer, unpack(packed))
+
+        def last(outer: Params, x: jax.Array, packed: Packed) -> jax.Array:
+            return head(config, outer, x, unpack(packed))
+
+        embedded = jax.eval_shape(first, outer, packed)
+        self._packing = packing
+        self._embed = jax.jit(first).lower(outer, packed).compile()
+        self._head = jax.jit(last).lower(outer, embedded, packed).compile()
         kinds: dict[Any, Any] = {}
         self._layers = []
         for layer, weights, table, k, v in zip(config.layers, params["layers"], tables, *pool, strict=True):
@@ -67,7 +131,10 @@ class LayeredStep:
             kind = layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if kind not in kinds:
                 function = functools.partial(decoder_layer, config, layer, attention, tile, shifts)
-                lowered = jax.jit(function, donate_argnums=(2, 3, 4)).lower(weights, table, embedded, k, v, batch)
+                lowered = jax.jit(
+                    lambda weights, table, x, k, v, packed, run=function: run(weights, table, x, k, v, unpack(packed)),
+                    donate_argnums=(2, 3, 4),
+                ).lower(weights, table, embedded, k, v, packed)
                 kinds[kind] = lowered.compile()
             self._layers.append(kinds[kind])
 
@@ -75,13 +142,13 @@ class LayeredStep:
         self, params: Params, tables: Sequence[RotaryTable], pool: Pool, batch: StepBatch
     ) -> tuple[jax.Array, Pool]:
         # Every layer reads it.
-        batch = jax.device_put(batch)
+        packed = jax.device_put(self._packing.pack(batch))
         outer = _outside_layers(params)
-        x = self._embed(outer, batch)
+        x = self._embed(outer, packed)
         keys, values = list(pool.k), list(pool.v)
         for index, (layer, weights, table) in enumerate(zip(self._layers, params["layers"], tables, strict=True)):
-            x, keys[index], values[index] = layer(weights, table, x, keys[index], values[index], batch)
-        return self._head(outer, x, batch), Pool(tuple(keys), tuple(values))
+            x, keys[index], values[index] = layer(weights, table, x, keys[index], values[index], packed)
+        return self._head(outer, x, packed), Pool(tuple(keys), tuple(values))
 
 
 def _outside_layers(params: Any) -> Any:
