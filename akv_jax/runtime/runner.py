@@ -296,4 +296,8 @@ def _pad_rows(array: np.ndarray, rows: int) -> np.ndarray:
     """Zeros after the last row; scalars as they are. Zero is harmless in every field: such rows are greedy."""
     if np.ndim(array) == 0:
         return array
-    return np.pad(array, ((0, rows - len(array)), *((0, 0),) * (array.ndim - 1)))
+    if len(array) == rows:
+        return array
+    out = np.zeros((rows, *array.shape[1:]), array.dtype)
+    out[: len(array)] = array
+    return out

@@ -8,10 +8,12 @@ GPU, whose step takes a few milliseconds, gets one executable for the whole.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from akv_jax.config import CompileUnit, ModelConfig
@@ -19,6 +21,7 @@ from akv_jax.models.decoder import Kernels, Params, Pool, decoder_layer, embed, 
 from akv_jax.models.rope import RotaryTable
 from akv_jax.models.sharding import MODEL, POOL_SPEC
 from akv_jax.runtime.batch import StepBatch
+from akv_jax.runtime.host_array import empty_aligned
 from akv_jax.runtime.placement import EVERYWHERE, compile_for, everywhere
 
 #: From weights, tables, the donated pool and a batch to float32 logits [S, V] and the pool.
@@ -37,12 +40,95 @@ def compile_step(
 
     On a mesh `config` is what one device computes with (`sharding.Layout.local`).
     """
-    if unit == "layer":
-        return LayeredStep(config, kernels, *arguments, tile=tile, mesh=mesh)
-    axis = None if mesh is None else MODEL
-    function = functools.partial(forward, config, kernels, tile=tile, axis=axis)
-    pools: Any = (POOL_SPEC,) * config.num_layers
-    return compile_for(mesh, function, arguments, (EVERYWHERE, Pool(pools, pools)), donate=(2,))
+    make = LayeredStep if unit == "layer" else WholeStep
+    params, tables, pool, batch = arguments
+    return make(config, kernels, params, tables, pool, Packing(batch), tile=tile, mesh=mesh)
+
+
+class Packed(NamedTuple):
+    """A batch as few arrays: all its small ones one after another, int32 [total], and each large one as it is."""
+
+    small: Any
+    large: tuple[Any, ...]
+
+
+class Packing:
+    """How the arrays of a batch of given shapes are put together: every array costs time on its way to a device."""
+
+    #: Entries from which an array is better left alone than copied.
+    LARGE = 1 << 14
+
+    def __init__(self, batch: Any) -> None:
+        """`batch` is a tree of int32 arrays, of which only shapes count."""
+        leaves, self._structure = jax.tree.flatten(batch)
+        self._places: list[tuple[int, int] | None] = []
+        end = 0
+        for leaf in leaves:
+            assert leaf.dtype == np.int32
+            size = math.prod(np.shape(leaf))
+            self._places.append((end, size) if size < self.LARGE else None)
+            end += size if size < self.LARGE else 0
+        self._leaves = leaves
+        large = tuple(
+            jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
+            for leaf, place in zip(leaves, self._places, strict=True)
+            if place is None
+        )
+        #: What `pack` gives, as shapes.
+        self.shapes = Packed(jax.ShapeDtypeStruct((end,), np.int32), large)
+
+    def pack(self, batch: Any) -> Packed:
+        """NumPy in, NumPy out."""
+        small = empty_aligned(self.shapes.small.shape, np.int32)
+        large = []
+        for leaf, place in zip(jax.tree.leaves(batch), self._places, strict=True):
+            if place is None:
+                large.append(leaf)
+            else:
+                small[place[0] : sum(place)] = np.ravel(leaf)
+        return Packed(small, tuple(large))
+
+    def unpack(self, packed: Packed) -> Any:
+        """The batch again, inside an executable."""
+        large = iter(packed.large)
+        leaves = [
+            next(large) if place is None else packed.small[place[0] : sum(place)].reshape(np.shape(leaf))
+            for leaf, place in zip(self._leaves, self._places, strict=True)
+        ]
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+class WholeStep:
+    """One executable, `compiled`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Kernels,
+        params: Any,
+        tables: Any,
+        pool: Any,
+        packing: Packing,
+        *,
+        tile: int,
+        mesh: Mesh | None,
+    ) -> None:
+        """Of `params`, `tables` and `pool` only shapes and shardings count."""
+        self._mesh, self._packing = mesh, packing
+        axis = None if mesh is None else MODEL
+
+        def function(params: Params, tables: Sequence[RotaryTable], pool: Pool, packed: Packed) -> Any:
+            return forward(config, kernels, params, tables, pool, packing.unpack(packed), tile=tile, axis=axis)
+
+        pools: Any = (POOL_SPEC,) * config.num_layers
+        results = (EVERYWHERE, Pool(pools, pools))
+        self.compiled = compile_for(mesh, function, (params, tables, pool, packing.shapes), results, donate=(2,))
+
+    def __call__(
+        self, params: Params, tables: Sequence[RotaryTable], pool: Pool, batch: StepBatch
+    ) -> tuple[jax.Array, Pool]:
+        packed = self._packing.pack(batch)
+        return self.compiled(params, tables, pool, packed if self._mesh is None else everywhere(self._mesh, packed))
 
 
 class LayeredStep:
@@ -55,18 +141,25 @@ class LayeredStep:
         params: Any,
         tables: Any,
         pool: Any,
-        batch: Any,
+        packing: Packing,
         *,
         tile: int,
         mesh: Mesh | None,
     ) -> None:
-        """Of `params`, `tables`, `pool` and `batch` only shapes and shardings count."""
-        self._mesh = mesh
+        """Of `params`, `tables` and `pool` only shapes and shardings count."""
+        self._mesh, self._packing = mesh, packing
         axis = None if mesh is None else MODEL
-        outer = _outside_layers(params)
-        self._embed = compile_for(mesh, functools.partial(embed, axis), (outer, batch), EVERYWHERE)
+        outer, packed, unpack = _outside_layers(params), packing.shapes, packing.unpack
+
+        def first(outer: Params, packed: Packed) -> jax.Array:
+            return embed(axis, outer, unpack(packed))
+
+        def last(outer: Params, x: jax.Array, packed: Packed) -> jax.Array:
+            return head(config, axis, outer, x, unpack(packed))
+
+        self._embed = compile_for(mesh, first, (outer, packed), EVERYWHERE)
         (stream,) = jax.tree.leaves(self._embed.out_info)
-        self._head = compile_for(mesh, functools.partial(head, config, axis), (outer, stream, batch), EVERYWHERE)
+        self._head = compile_for(mesh, last, (outer, stream, packed), EVERYWHERE)
         kinds: dict[Any, Any] = {}
         self._layers = []
         for layer, weights, table, k, v in zip(config.layers, params["layers"], tables, *pool, strict=True):
@@ -74,9 +167,12 @@ class LayeredStep:
             kind = layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if kind not in kinds:
                 function = functools.partial(decoder_layer, config, layer, kernels, tile, axis)
-                results = (EVERYWHERE, POOL_SPEC, POOL_SPEC)
                 kinds[kind] = compile_for(
-                    mesh, function, (weights, table, stream, k, v, batch), results, donate=(2, 3, 4)
+                    mesh,
+                    lambda weights, table, x, k, v, packed, run=function: run(weights, table, x, k, v, unpack(packed)),
+                    (weights, table, stream, k, v, packed),
+                    (EVERYWHERE, POOL_SPEC, POOL_SPEC),
+                    donate=(2, 3, 4),
                 )
             self._layers.append(kinds[kind])
 
@@ -84,13 +180,13 @@ class LayeredStep:
         self, params: Params, tables: Sequence[RotaryTable], pool: Pool, batch: StepBatch
     ) -> tuple[jax.Array, Pool]:
         # Every layer reads it.
-        batch = everywhere(self._mesh, batch)
+        packed = everywhere(self._mesh, self._packing.pack(batch))
         outer = _outside_layers(params)
-        x = self._embed(outer, batch)
+        x = self._embed(outer, packed)
         keys, values = list(pool.k), list(pool.v)
         for index, (layer, weights, table) in enumerate(zip(self._layers, params["layers"], tables, strict=True)):
-            x, keys[index], values[index] = layer(weights, table, x, keys[index], values[index], batch)
-        return self._head(outer, x, batch), Pool(tuple(keys), tuple(values))
+            x, keys[index], values[index] = layer(weights, table, x, keys[index], values[index], packed)
+        return self._head(outer, x, packed), Pool(tuple(keys), tuple(values))
 
 
 def _outside_layers(params: Any) -> Any:
