@@ -8,7 +8,7 @@ ARGS ?=
 TEST_ENV = OPENBLAS_NUM_THREADS=1 JAX_PLATFORMS=cpu
 RUN = $(VENV)/bin/python -m
 
-.PHONY: serve test test-long oracle lint types clean
+.PHONY: serve test test-long aot oracle lint types clean
 
 serve: $(VENV)/.serve
 	$(RUN) akv_jax.serve $(ARGS)
@@ -19,6 +19,13 @@ test: $(VENV)/.test
 # The same properties over thousands of examples, and what takes minutes: an hour or two.
 test-long: $(VENV)/.test
 	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadgroup -m "long or not long"
+
+# Compile kernels and whole steps for eight A100-80GB, with no GPU (docs/aot.md). The CUDA plugin would disturb what runs
+# on the CPU, so it gets an environment of its own.
+AOT_VENV ?= .aot-venv
+aot: $(VENV)/.serve $(AOT_VENV)/.aot
+	@if [ -e $(AOT_VENV)/ready ]; then $(AOT_VENV)/bin/python -m benchmarks.aot $(ARGS); \
+	else echo "make aot: skipped, for jax-cuda12-plugin and jax-cuda12-pjrt could not be installed"; fi
 
 # torch and transformers, for the tests that compare with them (they skip where these are absent).
 oracle: $(VENV)/.test
@@ -47,5 +54,18 @@ $(VENV)/.lint: pyproject.toml | $(VENV)/bin/python
 	$(RUN) pip install --quiet --editable '.[test,lint]'
 	@touch $@
 
+# The two wheels alone, of the version that jax has: nothing that they could run on is needed. What else there is comes
+# from $(VENV). A failure to get them is no error: tried again once pyproject.toml changes, or after `make clean`.
+$(AOT_VENV)/.aot: pyproject.toml | $(VENV)/.serve
+	rm -rf $(AOT_VENV)
+	$(PYTHON) -m venv $(AOT_VENV)
+	@$(VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  $$($(AOT_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	version=$$($(VENV)/bin/python -c 'import importlib.metadata as m; print(m.version("jax"))') && \
+	  $(AOT_VENV)/bin/python -m pip install --quiet --no-deps jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version \
+	  && { command -v ptxas > /dev/null || $(AOT_VENV)/bin/python -m pip install --quiet --no-deps nvidia-cuda-nvcc-cu12; } \
+	  && touch $(AOT_VENV)/ready || true
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(AOT_VENV) build *.egg-info

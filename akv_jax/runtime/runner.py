@@ -123,14 +123,11 @@ class Runner:
 
     def logit_rows(self, rows: int) -> int:
         """How many rows of a step of that bucket may have their logits returned."""
-        return min(rows, self.config.max_running_requests)
+        return logit_rows(self.config, rows)
 
     def list_capacity(self, rows: int) -> int:
         """How many entries the page lists of a step of that bucket may have together."""
-        config = self.config
-        # Whatever the limit says, every running request must find room for its list.
-        limit = max(config.max_list_entries, 2 * config.max_running_requests * config.context_length)
-        return min(rows * config.context_length, limit)
+        return list_capacity(self.config, rows)
 
     @property
     def move_capacity(self) -> int:
@@ -153,7 +150,7 @@ class Runner:
         progress("first runs", len(jobs), len(jobs) + 1)
         for rows in self.buckets:
             # Some kernels are only built when they first run: go through every branch.
-            self.run(_rehearsal(rows), SamplingPlan(empty_sampling(1), None))
+            self.run(rehearsal(rows), SamplingPlan(empty_sampling(1), None))
         progress("ready", len(jobs) + 1, len(jobs) + 1)
 
     def run(self, plan: StepPlan, sampling: SamplingPlan) -> StepResult:
@@ -234,7 +231,7 @@ class Runner:
                 self.config.compile_unit or default_compile_unit(jax.default_backend()),
                 self._placement.model,
                 kernels(self.config.attention_backend, self.config.reposition),
-                *(self._params, self._tables, self._pool, self._build(_rehearsal(rows), rows)),
+                *(self._params, self._tables, self._pool, self._build(rehearsal(rows), rows)),
                 tile=self.config.tile,
                 mesh=self._placement.mesh,
             )
@@ -268,7 +265,19 @@ def _put(pool: jax.Array, pages: jax.Array, rows: jax.Array) -> jax.Array:
     return pool.at[pages].set(rows, mode="promise_in_bounds")
 
 
-def _rehearsal(rows: int) -> StepPlan:
+def logit_rows(config: EngineConfig, rows: int) -> int:
+    """How many rows of a step of `rows` queries may have their logits returned."""
+    return min(rows, config.max_running_requests)
+
+
+def list_capacity(config: EngineConfig, rows: int) -> int:
+    """How many entries the page lists of a step of `rows` queries may have together."""
+    # Whatever the limit says, every running request must find room for its list.
+    limit = max(config.max_list_entries, 2 * config.max_running_requests * config.context_length)
+    return min(rows * config.context_length, limit)
+
+
+def rehearsal(rows: int) -> StepPlan:
     """A full step that reads and writes the scratch page only: a segment of one query and one of all the others."""
     tokens = np.zeros(rows, np.int32)
     positions = np.arange(rows, dtype=np.int32)
