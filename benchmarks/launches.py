@@ -109,7 +109,10 @@ def batch_of(launch: Launch, num_pages: int, seed: int = 0) -> SegmentBatch:
         for start in range(0, size, own):
             count, before = min(own, size - start), len(one) - size + start
             tasks.append((index * size + start, count, int(firsts[index]), before + count, before + 1))
-    columns = (np.concatenate([*column, np.zeros(LIST_PADDING, np.int32)]) for column in (lists, positions, shifts))
+    padding = np.zeros(LIST_PADDING, np.int32)
+    columns = [np.concatenate([*column, padding]) for column in (lists, positions, shifts)]
+    stops = np.append(np.flatnonzero(np.diff(columns[2])) + 1, len(columns[2])).astype(np.int32)
+    columns.append(np.repeat(stops, np.diff(stops, prepend=0)))
     return SegmentBatch(*columns, query_positions, _tasks(rows, room=1), _tasks(tiles))  # pyright: ignore[reportArgumentType]
 
 

@@ -137,7 +137,7 @@ def make(case: Case) -> Inputs:
     generator = np.random.default_rng(case.seed)
     total = sum(segment.entries for segment in case.segments)
     rows = rows_in_use(case) if case.rows is None else case.rows
-    pages, positions, shifts = (_garbage(generator, _ENTRIES + LIST_PADDING) for _ in range(3))
+    pages, positions, shifts, run_stops = (_garbage(generator, _ENTRIES + LIST_PADDING) for _ in range(4))
     pages[:total] = 1 + generator.permutation(_PAGES - 1)[:total]
     query_positions: Any = np.zeros(rows, np.int32)
     single, tiles = list[tuple[int, ...]](), list[tuple[int, ...]]()
@@ -153,7 +153,11 @@ def make(case: Case) -> Inputs:
             before = segment.entries - segment.queries + start
             tasks.append((row + start, count, first, before + count, before + 1))
         first, row = first + segment.entries, row + segment.queries
-    batch = SegmentBatch(pages, positions, shifts, query_positions, _tasks(single, rows), _tasks(tiles, rows))
+    stops = np.append(np.flatnonzero(np.diff(shifts[:total])) + 1, total)
+    run_stops[:total] = stops[np.searchsorted(stops, np.arange(total), side="right")]
+    batch = SegmentBatch(
+        pages, positions, shifts, run_stops, query_positions, _tasks(single, rows), _tasks(tiles, rows)
+    )
     rotated = case.rotary_dim or case.head_dim
     # Keys may be turned by any distance between two positions.
     cos, sin = _table(rotated, _PAGES)

@@ -46,12 +46,13 @@ def build(
         or len(plan.logit_rows) > logit_rows
     ):
         raise ValueError(f"plan of {used} queries and {total} list entries exceeds its bucket of {rows} rows")
-    columns: Any = [empty_aligned((list_capacity + LIST_PADDING,), np.int32) for _ in range(3)]
-    pages, positions, shifts = columns
+    columns: Any = [empty_aligned((list_capacity + LIST_PADDING,), np.int32) for _ in range(4)]
+    pages, positions, shifts, run_stops = columns
     end = 0
     for segment in plan.segments:
         begin, end = end, end + len(segment.pages)
         pages[begin:end], positions[begin:end], shifts[begin:end] = segment.pages, segment.positions, segment.shifts
+    _fill_run_stops(shifts[:end], run_stops[:end])
     single, tiles = _tasks(plan, tile)
     query_positions = _padded(plan.positions, rows)
     return StepBatch(
@@ -59,7 +60,9 @@ def build(
         positions=query_positions,
         destinations=_padded(plan.destinations, rows, fill=SCRATCH_PAGE),
         attention=SegmentBatch(
-            pages, positions, shifts, query_positions, _lists(single, rows), _lists(tiles, rows if rows > _SHORT else 0)
+            *(pages, positions, shifts, run_stops, query_positions),
+            rows=_lists(single, rows),
+            tiles=_lists(tiles, most_tiles(rows, tile)),
         ),
         moves=MoveBatch(
             _padded(plan.moves.source, move_capacity + MOVE_PADDING),
@@ -69,6 +72,21 @@ def build(
         ),
         logit_rows=_padded(plan.logit_rows, logit_rows),
     )
+
+
+def most_tiles(rows: int, tile: int) -> int:
+    """How many tile tasks `rows` queries can come to: each is full, or the last of a segment that is not short."""
+    return 0 if rows <= _SHORT else rows // tile + rows // (_SHORT + 1)
+
+
+def _fill_run_stops(shifts: np.ndarray, run_stops: np.ndarray) -> None:
+    """Where the run of one shift that each entry is in ends (see `api.SegmentBatch`)."""
+    changes = np.flatnonzero(shifts[1:] != shifts[:-1]) + 1
+    if len(changes) == 0:
+        run_stops[:] = len(shifts)
+        return
+    stops = np.append(changes, len(shifts))
+    run_stops[:] = np.repeat(stops, np.diff(stops, prepend=0))
 
 
 def _tasks(plan: StepPlan, tile: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

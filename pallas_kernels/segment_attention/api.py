@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jax import Array
 
+from pallas_kernels.backends import find
 from pallas_kernels.rotary import Style
 
 #: A backend may read lists in blocks of up to this many entries.
@@ -20,8 +21,9 @@ LIST_PADDING = 256
 class Lists(NamedTuple):
     """Attention tasks of one kind: task i computes queries `query[i] .. query[i] + count[i] - 1`.
 
-    Its page list starts at `first[i]` and has `length[i]` entries; the first `shared[i]` of them are at positions that
-    every one of its queries has reached. Tasks from `num` on are padding. All int32 [capacity], `num` int32 [].
+    Positions of its queries increase. Its page list starts at `first[i]`; `length[i]` is how many of the entries are at
+    positions that its last query has reached, and `shared[i]` how many its first query has. Tasks from `num` on are
+    padding. All int32 [capacity], `num` int32 [].
     """
 
     query: Array
@@ -44,6 +46,9 @@ class SegmentBatch(NamedTuple):
     pages: Array
     positions: Array
     shifts: Array
+    #: int32 [F]: one past the run of one shift that the entry is in, as an index into these arrays. It may lie beyond
+    #: the list, where the next one begins with the same shift. So there is room for any number of runs.
+    run_stops: Array
     #: int32 [T].
     query_positions: Array
     #: Tasks of one query each.
@@ -76,15 +81,21 @@ class Attention:
 SegmentAttention = Callable[[Array, Array, Array, SegmentBatch, Array, Array, Array | None, Attention], Array]
 
 
+#: Ours, as "module:function". reference is the oracle, pallas_triton_interpret is pallas_triton without a GPU.
+_KNOWN = {
+    "xla": "pallas_kernels.segment_attention.xla:segment_attention",
+    "pallas_triton": "pallas_kernels.segment_attention.triton:segment_attention",
+    "pallas_triton_interpret": "pallas_kernels.segment_attention.triton:interpreted",
+    "reference": "pallas_kernels.segment_attention.reference:segment_attention",
+}
+BACKENDS = tuple(_KNOWN)
+
+
 def backend(name: str) -> SegmentAttention:
-    """The implementation of that name; ValueError lists the known ones."""
-    if name == "xla":
-        from pallas_kernels.segment_attention.xla import segment_attention
-    elif name == "reference":
-        from pallas_kernels.segment_attention.reference import segment_attention
-    else:
-        raise ValueError(f"unknown attention backend {name!r}: expected one of {', '.join(BACKENDS)}")
-    return segment_attention
+    """The implementation of that name (DESIGN R4): one of `BACKENDS`, or anybody's module by its dotted name.
 
-
-BACKENDS = ("xla", "reference")
+    A file `mine.py` that defines `segment_attention`, as `SegmentAttention` says, is the backend "mine" wherever Python
+    finds it (in the working directory with `python -m`), and "my_package.my_kernel" one in a package. ValueError if
+    there is no such name or module, or no such function in the module.
+    """
+    return find("segment_attention", name, _KNOWN)

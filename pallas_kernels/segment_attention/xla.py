@@ -107,7 +107,7 @@ def _attend(
     inputs: _Inputs,
     attention: Attention,
 ) -> list[_Softmax]:
-    """One task: each of `queries` [M, D] against its KV head. `position` [M] of each vector: one for all if `single`."""
+    """One task: each of `queries` [M, D] against its KV head; `position` [M] of each, one for all where `single`."""
     length = lists.length[task]
     step = functools.partial(_block, queries, position, lists.first[task], length, single, inputs, attention)
     states = [_start(query, sink) for query, sink in zip(queries, sinks, strict=True)]

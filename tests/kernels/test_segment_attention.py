@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -219,8 +220,20 @@ def test_the_reference_backend_is_the_oracle() -> None:
     np.testing.assert_allclose(run("window_1", "reference"), expected("window_1"), atol=1e-6)
 
 
-def test_names() -> None:
-    """R4: an unknown name is refused with the known ones."""
-    assert {"xla", "reference"} <= set(BACKENDS)
-    with pytest.raises(ValueError, match=r"unknown attention backend 'flash': expected one of xla, reference"):
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R4: an unknown name is refused with the known ones; a file of anybody's is a backend."""
+    assert set(BACKENDS) == {"reference", "xla", "pallas_triton", "pallas_triton_interpret"}
+    with pytest.raises(ValueError, match=r"unknown segment_attention backend 'flash': expected one of xla, pallas_tri"):
         backend("flash")
+    with pytest.raises(ValueError, match=r"unknown segment_attention backend 'some\.flash'"):
+        backend("some.flash")
+    with pytest.raises(ValueError, match="unknown segment_attention backend ''"):
+        backend("")
+    with pytest.raises(ValueError, match="'json' is a module without a function segment_attention"):
+        backend("json")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "one_of_mine.py").write_text("def segment_attention(*arguments):\n    return arguments[0]\n")
+    (tmp_path / "broken_one.py").write_text("import no_such_thing\n")
+    assert backend("one_of_mine")(1, *[None] * 7) == 1  # type: ignore[arg-type]
+    with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
+        backend("broken_one")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from akv_jax.planning.plan import NO_MOVES, Moves, Segment, StepPlan
-from akv_jax.runtime.batch import MOVE_PADDING, SCRATCH_PAGE, StepBatch, build
-from pallas_kernels.segment_attention.api import LIST_PADDING, Lists
+from akv_jax.runtime.batch import MOVE_PADDING, SCRATCH_PAGE, StepBatch, build, most_tiles
+from pallas_kernels.segment_attention.api import LIST_PADDING, Lists, SegmentBatch
 
 SIZES = {"rows": 64, "logit_rows": 8, "list_capacity": 500, "move_capacity": 20, "tile": 16}
 
@@ -21,7 +21,9 @@ def random_plan(generator: np.random.Generator, segments: int = 4) -> StepPlan:
         queries = int(generator.choice([1, 2, 4, 5, 15, 16, 17, 20]))
         entries = queries + int(generator.integers(40))
         at = (np.cumsum(generator.integers(1, 4, entries)) - 1).astype(np.int32)
-        pages, shifts = (generator.integers(1, 999, entries).astype(np.int32) for _ in range(2))
+        pages, drawn = (generator.integers(1, 999, entries).astype(np.int32) for _ in range(2))
+        # Runs of one to many entries.
+        shifts = np.repeat(drawn % 3, 1 + drawn % 8)[:entries]
         parts.append(Segment(start, start + queries, pages, at, -shifts))
         positions.append(at[entries - queries :])
         start += queries
@@ -35,6 +37,20 @@ def random_plan(generator: np.random.Generator, segments: int = 4) -> StepPlan:
 def tasks(lists: Lists) -> list[tuple[int, ...]]:
     columns: Any = lists[:5]
     return [tuple(int(column[i]) for column in columns) for i in range(int(lists.num))]
+
+
+def runs(batch: SegmentBatch, first: int, length: int) -> list[tuple[int, int]]:
+    """Where in the list a run of one shift ends, and its shift: as a reader goes from one to the next."""
+    found, entry = [], first
+    while entry < first + length:
+        stop = min(int(batch.run_stops[entry]), first + length)
+        found.append((stop - first, int(batch.shifts[entry])))
+        entry = stop
+    return found
+
+
+def runs_of(shifts: list[int]) -> list[tuple[int, int]]:
+    return [(i + 1, shift) for i, shift in enumerate(shifts) if i + 1 == len(shifts) or shifts[i + 1] != shift]
 
 
 def built(plan: StepPlan, **changes: int) -> StepBatch:
@@ -61,6 +77,7 @@ def test_every_query_is_in_one_task_with_its_list(seed: int) -> None:
             assert attention.pages[view].tolist() == segment.pages[:length].tolist()
             assert attention.positions[view].tolist() == segment.positions[:length].tolist()
             assert attention.shifts[view].tolist() == segment.shifts[:length].tolist()
+            assert runs(attention, first, length) == runs_of(segment.shifts[:length].tolist())
     assert sorted(covered) == list(range(len(plan.tokens)))
 
 
@@ -110,7 +127,22 @@ def test_a_bucket_of_few_rows_has_no_tiles() -> None:
     nothing = np.zeros(0, np.int32)
     empty = StepPlan(nothing, nothing, nothing, (), NO_MOVES, nothing)
     assert len(built(empty, rows=4).attention.tiles.query) == 0
-    assert len(built(empty, rows=5).attention.tiles.query) == 5
+    assert len(built(empty, rows=5).attention.tiles.query) == 1
+
+
+@pytest.mark.parametrize("tile", [1, 3, 5, 8, 128])
+def test_there_is_room_for_every_tile(tile: int) -> None:
+    """R3: however the rows are divided among segments."""
+
+    def most(rows: int) -> int:
+        """Tiles of the worst division, by dynamic programming."""
+        best = [0] * (rows + 1)
+        for used in range(5, rows + 1):
+            best[used] = max(best[used - size] + -(-size // tile) for size in range(5, used + 1))
+        return max(best)
+
+    for rows in range(5, 60):
+        assert most(rows) <= most_tiles(rows, tile)
 
 
 @pytest.mark.parametrize(
