@@ -5,13 +5,13 @@ Shapes: L layers, P pages in the pool, G KV heads, D head_dim, N rows of a rotar
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax import Array
 
+from pallas_kernels.backends import find
 from pallas_kernels.rotary import Style
 
 #: A backend may read the lists of moves in blocks of up to this many.
@@ -52,35 +52,16 @@ class Rotation:
 Reposition = Callable[[Array, Array, MoveBatch, Array, Array, Rotation], tuple[Array, Array]]
 
 
+#: Ours, as "module:function". reference is the oracle, pallas_triton_interpret is pallas_triton without a GPU.
+_KNOWN = {
+    "xla": "pallas_kernels.reposition.xla:reposition",
+    "pallas_triton": "pallas_kernels.reposition.triton:reposition",
+    "pallas_triton_interpret": "pallas_kernels.reposition.triton:interpreted",
+    "reference": "pallas_kernels.reposition.reference:reposition",
+}
+BACKENDS = tuple(_KNOWN)
+
+
 def backend(name: str) -> Reposition:
-    """The implementation of that name, or the function `reposition` of the module that a dotted name is.
-
-    ValueError if there is none; it lists the known ones.
-    """
-    if "." in name:
-        return _of_module(name)
-    if name == "xla":
-        from pallas_kernels.reposition.xla import reposition
-    elif name == "pallas_triton":
-        from pallas_kernels.reposition.triton import reposition
-    elif name == "pallas_triton_interpret":
-        from pallas_kernels.reposition.triton import interpreted as reposition
-    elif name == "reference":
-        from pallas_kernels.reposition.reference import reposition
-    else:
-        raise ValueError(f"unknown reposition backend {name!r}: expected one of {', '.join(BACKENDS)}, or a module")
-    return reposition
-
-
-BACKENDS = ("xla", "pallas_triton", "pallas_triton_interpret", "reference")
-
-
-def _of_module(name: str) -> Reposition:
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"reposition backend {name!r}: no such module ({error})") from error
-    function = getattr(module, "reposition", None)
-    if function is None:
-        raise ValueError(f"reposition backend {name!r}: the module has no function reposition")
-    return function
+    """The implementation of that name (DESIGN R4), or `reposition` of anybody's module; see `segment_attention.api`."""
+    return find("reposition", name, _KNOWN)

@@ -3,7 +3,7 @@
 A program takes a block of moves at a time: it reads the angles of their shifts once, then for each KV head the pairs
 of dimensions that turn, those that do not, and the values. Programs stride over the blocks, so that a launch costs what
 its moves cost, not what its capacity would: a step without moves ends at once. Sources are never targets, so the order
-of programs does not matter. Angles come from tables: computing them in the kernel costs twice the registers, and spills.
+of programs does not matter. Angles come from tables: computing them in the kernel takes twice the registers and spills.
 """
 
 from __future__ import annotations

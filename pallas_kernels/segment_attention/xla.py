@@ -1,8 +1,7 @@
 """Segment-batch attention in plain XLA: loops over tasks and blocks of pages with traced trip counts (DESIGN R3).
 
-Softmax is taken online, block by block, so neither a mask nor a score matrix of the whole length ever exists. A task of
-one query spreads its heads block-diagonally over the KV heads, so that each block is one dot; a tile does one dot a KV
-head with the query heads that share it stacked.
+Softmax is taken online, block by block, so neither a mask nor a score matrix of the whole length ever exists. A block
+is one dot a KV head, with the query heads that share it stacked, of one query or of all queries of a tile.
 """
 
 from __future__ import annotations
@@ -50,54 +49,52 @@ def segment_attention(
 ) -> Array:
     """See `api.SegmentAttention`."""
     inputs = _Inputs(k_pool, v_pool, batch, cos, sin, sinks)
-    out = _rows(q * attention.scale, inputs, attention)
-    return _tiles(q * attention.scale, out, inputs, attention) if batch.tiles.query.shape[0] else out
+    scaled, out = q * attention.scale, jnp.zeros_like(q)
+    # A row is bound by reading K and V, which bfloat16 bits are widened for at next to no cost.
+    wide = k_pool.dtype == jnp.uint16
+    out = _tasks(scaled.astype(jnp.float32) if wide else scaled, out, batch.rows, 1, inputs, attention)
+    if not batch.tiles.query.shape[0]:
+        return out
+    wide = wide and not _multiplies_bfloat16()
+    return _tasks(scaled.astype(jnp.float32) if wide else scaled, out, batch.tiles, attention.tile, inputs, attention)
 
 
-def _rows(q: Array, inputs: _Inputs, attention: Attention) -> Array:
-    """Tasks of one query: [T, H, D]."""
+def _tasks(q: Array, out: Array, lists: Lists, size: int, inputs: _Inputs, attention: Attention) -> Array:
+    """Tasks of up to `size` queries of q [T, H, D], written over `out` [T, H, D]."""
     heads, groups, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    own = jnp.arange(heads)[:, None] * groups // heads == jnp.arange(groups * dim)[None, :] // dim
-    spread = jnp.where(own, jnp.tile(q, (1, 1, groups)), 0)  # [T, H, G*D]
-
-    def one(task: Array, out: Array) -> Array:
-        row = inputs.batch.rows.query[task]
-        query = lax.dynamic_index_in_dim(spread, row, keepdims=False)
-        position = jnp.broadcast_to(inputs.batch.query_positions[row], (heads,))
-        (state,) = _attend([query], [inputs.sinks], position, inputs.batch.rows, task, inputs, attention)
-        values = jnp.where(own, state.values / jnp.maximum(state.total, 1e-30)[:, None], 0)
-        values = values.reshape(heads, groups, dim).sum(axis=1).astype(q.dtype)
-        return lax.dynamic_update_index_in_dim(out, values, row, axis=0)
-
-    return lax.fori_loop(0, inputs.batch.rows.num, one, jnp.zeros_like(q))
-
-
-def _tiles(q: Array, out: Array, inputs: _Inputs, attention: Attention) -> Array:
-    """Tasks of up to `tile` queries, written over `out` [T, H, D]."""
-    heads, groups, dim, tile = attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.tile
     share = heads // groups
     rows = q.shape[0]
-    # A slice past the end would be moved back by XLA: give every tile room.
-    q = jnp.pad(q, ((0, tile), (0, 0), (0, 0)))
-    out = jnp.pad(out, ((0, tile), (0, 0), (0, 0)))
-    positions = jnp.pad(inputs.batch.query_positions, (0, tile))
+    # A slice past the end would be moved back by XLA: give every task room.
+    q = jnp.pad(q, ((0, size - 1), (0, 0), (0, 0)))
+    out = jnp.pad(out, ((0, size - 1), (0, 0), (0, 0)))
+    positions = jnp.pad(jnp.asarray(inputs.batch.query_positions), (0, size - 1))
     sinks: list[Array | None] = [None] * groups
     if inputs.sinks is not None:
-        sinks = [jnp.tile(of_group, tile) for of_group in inputs.sinks.reshape(groups, share)]
+        sinks = [jnp.tile(of_group, size) for of_group in inputs.sinks.reshape(groups, share)]
 
     def one(task: Array, out: Array) -> Array:
-        first = inputs.batch.tiles.query[task]
-        mine = lax.dynamic_slice_in_dim(q, first, tile).reshape(tile, groups, share, dim)
-        queries = [mine[:, group].reshape(tile * share, dim) for group in range(groups)]
-        position = jnp.repeat(lax.dynamic_slice_in_dim(positions, first, tile), share)
-        states = _attend(queries, sinks, position, inputs.batch.tiles, task, inputs, attention)
+        first = jnp.asarray(lists.query)[task]
+        mine = lax.dynamic_slice_in_dim(q, first, size).reshape(size, groups, share, dim)
+        queries = [mine[:, group].reshape(size * share, dim) for group in range(groups)]
+        position = jnp.repeat(lax.dynamic_slice_in_dim(positions, first, size), share)
+        states = _attend(queries, sinks, position, lists, task, size == 1, inputs, attention)
         values = jnp.stack([s.values / jnp.maximum(s.total, 1e-30)[:, None] for s in states])
-        values = values.reshape(groups, tile, share, dim).swapaxes(0, 1).reshape(tile, heads, dim).astype(out.dtype)
-        mine = (jnp.arange(tile) < inputs.batch.tiles.count[task])[:, None, None]
-        values = jnp.where(mine, values, lax.dynamic_slice_in_dim(out, first, tile))
+        values = values.reshape(groups, size, share, dim).swapaxes(0, 1).reshape(size, heads, dim).astype(out.dtype)
+        mine = (jnp.arange(size) < jnp.asarray(lists.count)[task])[:, None, None]
+        values = jnp.where(mine, values, lax.dynamic_slice_in_dim(out, first, size))
         return lax.dynamic_update_slice_in_dim(out, values, first, axis=0)
 
-    return lax.fori_loop(0, inputs.batch.tiles.num, one, out)[:rows]
+    return lax.fori_loop(0, lists.num, one, out)[:rows]
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it; without, XLA widens bfloat16 operands at several times our cost."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            return "avx512_bf16" in info.read()
+    except OSError:
+        return False
 
 
 def _attend(
@@ -106,12 +103,13 @@ def _attend(
     position: Array,
     lists: Lists,
     task: Array,
+    single: bool,
     inputs: _Inputs,
     attention: Attention,
 ) -> list[_Softmax]:
-    """One task: each of `queries` [M, E] against its equal share of every key row; `position` [M] of each vector."""
+    """One task: each of `queries` [M, D] against its KV head; `position` [M] of each, one for all where `single`."""
     length = lists.length[task]
-    step = functools.partial(_block, queries, position, lists.first[task], length, inputs, attention)
+    step = functools.partial(_block, queries, position, lists.first[task], length, single, inputs, attention)
     states = [_start(query, sink) for query, sink in zip(queries, sinks, strict=True)]
     # Blocks that every query reads all of need no mask: most of a long list.
     whole = lists.shared[task] // BLOCK if attention.window is None else 0
@@ -131,6 +129,7 @@ def _block(
     position: Array,
     first: Array,
     length: Array,
+    single: bool,
     inputs: _Inputs,
     attention: Attention,
     masked: bool,
@@ -151,7 +150,7 @@ def _block(
         if attention.shifts:
             shifts = lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK)
             shifts = jnp.where(present, shifts, shifts[0]) if masked else shifts
-            turned, keys = _turn(queries, keys, shifts, inputs, attention)
+            turned, keys = _turn(queries, keys, shifts, single, inputs, attention)
         seen = None
         if masked:
             distance = position[:, None] - positions[None, :]
@@ -199,11 +198,11 @@ def _dot(a: Array, b: Array, axis: int) -> Array:
 
 
 def _turn(
-    queries: list[Array], keys: Array, shifts: Array, inputs: _Inputs, attention: Attention
+    queries: list[Array], keys: Array, shifts: Array, single: bool, inputs: _Inputs, attention: Attention
 ) -> tuple[list[Array], Array]:
     """Bring a block's key rows [BLOCK, G*D] to their present positions (DESIGN C8, on_read).
 
-    For one query it is cheaper to turn the query back instead, where the whole block has one shift.
+    For a single query it is cheaper to turn the query back instead, where the whole block has one shift.
     """
 
     def turn(rows: Array, shifts: Array) -> Array:
@@ -212,18 +211,21 @@ def _turn(
         heads = rows.reshape(len(rows), -1, attention.head_dim)
         return rotate(heads, cos, sin, style=attention.rotary_style).reshape(rows.shape)
 
-    by_query = len(queries) == 1
-    uniform = shifts[0] if by_query else 0
+    uniform = shifts[0] if single else 0
     mixed = jnp.any(shifts != uniform)
     keys = lax.cond(mixed, lambda keys: turn(keys, shifts), lambda keys: keys, keys)
-    if by_query:
-        back = jnp.broadcast_to(jnp.where(mixed, 0, -shifts[0]), queries[0].shape[:1])
-        queries = [turn(queries[0], back)]
+    if single:
+        together = jnp.concatenate(queries)
+        together = turn(together, jnp.broadcast_to(jnp.where(mixed, 0, -shifts[0]), together.shape[:1]))
+        queries = jnp.split(together, len(queries))
     return queries, keys
 
 
 def _load(pool: Array, pages: Array, dtype: jnp.dtype) -> Array:
+    """Rows of the pool as numbers of that dtype."""
     rows = pool.at[pages].get(mode="promise_in_bounds")
-    return (
-        lax.bitcast_convert_type(rows, jnp.bfloat16).astype(dtype) if rows.dtype == jnp.uint16 else rows.astype(dtype)
-    )
+    if rows.dtype != jnp.uint16:
+        return rows.astype(dtype)
+    if dtype == jnp.float32:
+        return lax.bitcast_convert_type(rows.astype(jnp.uint32) << 16, jnp.float32)
+    return lax.bitcast_convert_type(rows, jnp.bfloat16).astype(dtype)

@@ -1,0 +1,187 @@
+"""Launches of the kernels at the sizes that serving has, for timing. Needs JAX and NumPy only, as `gpu_check` does.
+
+What is right is decided on the small cases of `pallas_kernels`; here are only shapes, random pages and random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.reposition.api import MOVE_PADDING, MoveBatch, Rotation
+from pallas_kernels.segment_attention.api import LIST_PADDING, Attention, Lists, SegmentBatch
+
+
+class Shape(NamedTuple):
+    """Attention of a model."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sinks: bool = False
+
+
+SMOLLM2 = Shape("SmolLM2-135M", 9, 3, 64)
+QWEN3 = Shape("Qwen3-30B-A3B", 32, 4, 128)
+GPT_OSS = Shape("GPT-OSS-120B", 64, 8, 64, sinks=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """`sequences` alike: after `context` resident entries, `queries` new ones in `segments` of equal size.
+
+    Each segment reads everything before it and itself, causally: one query is a decode step, one segment a prefill,
+    several are what a restore of holes looks like.
+    """
+
+    shape: Shape
+    sequences: int = 1
+    context: int = 0
+    queries: int = 1
+    segments: int = 1
+    window: int | None = None
+    #: Entries of one shift in a row, with a shift for every run; None promises that there are no shifts (C8).
+    run: int | None = None
+    tile: int = 128
+
+    @property
+    def entries(self) -> int:
+        """Of one sequence."""
+        return self.context + self.queries
+
+    @property
+    def pages(self) -> int:
+        """That are read, all of them different."""
+        return self.sequences * self.entries
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the two dots, over the keys that each query sees."""
+        seen = np.arange(self.context, self.entries, dtype=np.int64) + 1
+        seen = np.minimum(seen, self.window or self.entries)
+        return int(4 * self.shape.num_heads * self.shape.head_dim * self.sequences * seen.sum())
+
+    def bytes_read(self, itemsize: int) -> int:
+        """K and V that each segment sees, once a segment and a window's worth where there is one; queries and results.
+
+        What is read again by every tile of queries is not counted: a good kernel finds it in a cache.
+        """
+        size = self.queries // self.segments
+        ends = self.context + size * (1 + np.arange(self.segments, dtype=np.int64))
+        reach = np.minimum(ends, size - 1 + (self.window or self.entries))
+        row = self.shape.num_kv_heads * self.shape.head_dim * itemsize
+        other = 2 * self.queries * self.shape.num_heads * self.shape.head_dim * itemsize
+        return int(self.sequences * (2 * row * reach.sum() + other))
+
+    @property
+    def attention(self) -> Attention:
+        """What is fixed for the layer."""
+        shape = self.shape
+        return Attention(
+            *(shape.num_heads, shape.num_kv_heads, shape.head_dim),
+            scale=shape.head_dim**-0.5,
+            window=self.window,
+            tile=self.tile,
+            shifts=self.run is not None,
+        )
+
+
+def batch_of(launch: Launch, num_pages: int, seed: int = 0) -> SegmentBatch:
+    """The lists and tasks of a launch, NumPy, over a pool of `num_pages` of which page 0 is never listed."""
+    generator = np.random.default_rng(seed)
+    size = launch.queries // launch.segments
+    # A segment lists everything up to its own end, so the lists of one sequence begin alike.
+    ends = launch.context + size * (1 + np.arange(launch.segments))
+    pages = 1 + generator.permutation(num_pages - 1)[: launch.pages].astype(np.int32).reshape(launch.sequences, -1)
+    lists = [pages[sequence, :end] for sequence in range(launch.sequences) for end in ends]
+    positions = [np.arange(end, dtype=np.int32) for _ in range(launch.sequences) for end in ends]
+    shifts = [_shifts(len(one), launch.run) for one in positions]
+    query_positions = np.tile(np.arange(launch.context, launch.entries, dtype=np.int32), launch.sequences)
+    firsts = np.cumsum([0, *map(len, lists)])
+    rows, tiles = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    for index, one in enumerate(lists):
+        own, tasks = (1, rows) if size == 1 else (launch.tile, tiles)
+        for start in range(0, size, own):
+            count, before = min(own, size - start), len(one) - size + start
+            tasks.append((index * size + start, count, int(firsts[index]), before + count, before + 1))
+    padding = np.zeros(LIST_PADDING, np.int32)
+    columns = [np.concatenate([*column, padding]) for column in (lists, positions, shifts)]
+    stops = np.append(np.flatnonzero(np.diff(columns[2])) + 1, len(columns[2])).astype(np.int32)
+    columns.append(np.repeat(stops, np.diff(stops, prepend=0)))
+    return SegmentBatch(*columns, query_positions, _tasks(rows, room=1), _tasks(tiles))  # pyright: ignore[reportArgumentType]
+
+
+def _shifts(entries: int, run: int | None) -> np.ndarray:
+    """Runs with shifts 0, -run, -2 run, …: as if before each run as much had been dropped."""
+    return np.zeros(entries, np.int32) if run is None else -(np.arange(entries, dtype=np.int32) // run * run)
+
+
+def _tasks(tasks: list[tuple[int, ...]], room: int = 0) -> Lists:
+    columns = np.array(tasks or [(0,) * 5] * room, np.int32).reshape(-1, 5).T
+    return Lists(*columns, num=np.int32(len(tasks)))  # pyright: ignore[reportArgumentType]
+
+
+def table(rows: int, pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines float32 [rows, pairs] of a plain rotary table."""
+    angles = np.arange(rows)[:, None] * 10_000.0 ** (-np.arange(pairs) / pairs)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def pool(pages: int, width: int, dtype: Any, seed: int) -> jax.Array:
+    """Unit-variance numbers [pages, width] on the device; uint16 are bfloat16 bits. Blocks of 65,536 rows repeat."""
+    kind = jnp.bfloat16 if dtype == jnp.uint16 else dtype
+    block = jax.random.normal(jax.random.key(seed), (min(pages, 1 << 16), width), jnp.float32).astype(kind)
+    block = jax.lax.bitcast_convert_type(block, jnp.uint16) if dtype == jnp.uint16 else block
+    return jnp.tile(block, (-(-pages // len(block)), 1))[:pages] if pages > len(block) else block
+
+
+def queries_of(launch: Launch, dtype: Any, seed: int = 2) -> jax.Array:
+    """Unit-variance queries [T, H, D]."""
+    shape = launch.sequences * launch.queries, launch.shape.num_heads, launch.shape.head_dim
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def sinks_of(shape: Shape) -> jax.Array | None:
+    """Logits float32 [H] of a model that has attention sinks."""
+    return jax.random.normal(jax.random.key(3), (shape.num_heads,)) if shape.sinks else None
+
+
+class Arguments(NamedTuple):
+    """Of an `api.SegmentAttention`."""
+
+    q: jax.Array
+    k_pool: jax.Array
+    v_pool: jax.Array
+    batch: SegmentBatch
+    cos: jax.Array
+    sin: jax.Array
+    sinks: jax.Array | None
+    attention: Attention
+
+
+def arguments_of(launch: Launch, k_pool: jax.Array, v_pool: jax.Array) -> Arguments:
+    """On the device, over pools [P, G*D] with more pages than the launch reads."""
+    dtype = jnp.bfloat16 if k_pool.dtype == jnp.uint16 else k_pool.dtype
+    batch = jax.device_put(batch_of(launch, len(k_pool)))
+    cos, sin = (jnp.asarray(a) for a in table(launch.entries + 1, launch.shape.head_dim // 2))
+    sinks = sinks_of(launch.shape)
+    return Arguments(queries_of(launch, dtype), k_pool, v_pool, batch, cos, sin, sinks, launch.attention)
+
+
+def moves_of(count: int, num_pages: int, run: int = 500, seed: int = 0) -> MoveBatch:
+    """That many moves between pages of which none is both source and target, in runs of one shift; on the device."""
+    generator = np.random.default_rng(seed)
+    chosen = 1 + generator.permutation(num_pages - 1)[: 2 * count].astype(np.int32)
+    shift = -(np.arange(count, dtype=np.int32) // run * run + run)
+    columns = (np.pad(column, (0, MOVE_PADDING)) for column in (chosen[:count], chosen[count:], shift))
+    return jax.device_put(MoveBatch(*columns, num=np.int32(count)))  # pyright: ignore[reportArgumentType]
+
+
+def rotation_of(shape: Shape) -> Rotation:
+    """Half-split over the whole head."""
+    return Rotation(shape.num_kv_heads, shape.head_dim)
