@@ -179,8 +179,8 @@ class Scheduler:
 
     def _start(self, job: Job) -> None:
         """Put a job into the batch with what the cache has of its history."""
-        match = self.cache.match(job.timeline, job.salt)
         logits_at = () if job.decoding else job.logits_at
+        match = self.cache.match(job.timeline, job.salt, min(logits_at, default=None))
         job.sequence = Sequence(
             job.timeline, match, window=self.window, mode=self.config.reposition, logits_at=logits_at
         )

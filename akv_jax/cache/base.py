@@ -54,8 +54,12 @@ class KVCache(Protocol):
 
     stats: CacheStats
 
-    def match(self, timeline: Timeline, salt: str) -> MatchResult:
-        """Find and lease one version of every entry of the history that has any."""
+    def match(self, timeline: Timeline, salt: str, looked_at: int | None = None) -> MatchResult:
+        """Find and lease one version of every entry of the history that has any and that some query may read.
+
+        looked_at: the first logical index whose logits are asked for, by default the last one. What was dropped before
+        that, and before anything is missing, is left out: no query reads it (DESIGN C6).
+        """
         ...
 
     def lease_versions(

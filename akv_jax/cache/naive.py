@@ -22,7 +22,7 @@ class NaiveCache:
         self._receipts = itertools.count()
         self._open: set[int] = set()
 
-    def match(self, timeline: Timeline, salt: str) -> MatchResult:
+    def match(self, timeline: Timeline, salt: str, looked_at: int | None = None) -> MatchResult:
         receipt = next(self._receipts)
         self._open.add(receipt)
         return MatchResult(np.full(timeline.count, -1, np.int32), timeline.birth[: timeline.count].copy(), receipt)

@@ -61,7 +61,7 @@ class RadixCache:
 
     # -- base.KVCache ------------------------------------------------------------------------------------------------
 
-    def match(self, timeline: Timeline, salt: str) -> MatchResult:
+    def match(self, timeline: Timeline, salt: str, looked_at: int | None = None) -> MatchResult:
         now = next(self._clock)
         pages = np.full(timeline.count, -1, np.int32)
         end, derived = 0, [_NO_TOKENS]
@@ -70,10 +70,13 @@ class RadixCache:
             pages[start : start + length] = node.any_version(slice(length))
             end = start + length
             derived += [version[:length] for shift, version in node.versions.items() if shift]
+        first = min(_first_hole(pages), timeline.count - 1 if looked_at is None else looked_at)
+        unread = np.flatnonzero((timeline.dropped[: timeline.count] <= timeline.epoch_of(first)) & (pages >= 0))
+        passed, pages[unread] = pages[unread], -1
         receipt = next(self._receipts)
         self._leases[receipt] = _NO_TOKENS
         self._lease(receipt, pages[pages >= 0])
-        self._leave(np.concatenate(derived), timeline)
+        self._leave(np.concatenate([passed, *derived]), timeline)
         encoded = timeline.birth[: timeline.count] + np.where(pages >= 0, self._shift[pages], 0)
         return MatchResult(pages, encoded, receipt, end)
 
@@ -277,15 +280,16 @@ class RadixCache:
         pages = pages[np.argsort(self._index[pages], kind="stable")]
         self._idle.put(pages, self._classes(pages, timeline))
 
-    def _leave(self, derived: np.ndarray, timeline: Timeline) -> None:
-        """Of versions on its path, a history leaves behind those that are not where their entries end up (C5)."""
-        if self._eviction == "lru":
-            return
-        derived = derived[derived >= 0]
-        derived = derived[self._idle.idle(derived)]
-        derived = derived[self._idle.classes(derived) == EvictionClass.FINISHED_DERIVED]
-        if len(derived):
-            self._rest(derived[self._classes(derived, timeline) == EvictionClass.LEFT_DERIVED], timeline)
+    def _leave(self, pages: np.ndarray, timeline: Timeline) -> None:
+        """Of versions on its path, a history leaves behind what it has dropped, or reads somewhere else (C5)."""
+        pages = pages[pages >= 0]
+        pages = pages[self._idle.idle(pages)]
+        if self._eviction == "drop_aware":
+            # What had been left behind before stays where it is in the order.
+            pages = pages[self._idle.classes(pages) > EvictionClass.LEFT_BIRTH]
+            pages = pages[self._classes(pages, timeline) <= EvictionClass.LEFT_BIRTH]
+        if len(pages):
+            self._rest(pages, timeline)
 
     def _classes(self, pages: np.ndarray, timeline: Timeline) -> np.ndarray:
         """What these pages are to a history that has all of them on its path: `EvictionClass`, uint8."""
@@ -464,3 +468,9 @@ class RadixCache:
                 held.add(node.number)
                 node = node.parent
         return held
+
+
+def _first_hole(pages: np.ndarray) -> int:
+    """The first index without a page, or one past the last."""
+    missing = pages < 0
+    return int(missing.argmax()) if missing.any() else len(pages)

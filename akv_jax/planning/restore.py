@@ -29,8 +29,11 @@ def compute_set(timeline: Timeline, resident: np.ndarray, wanted: np.ndarray, wi
 def _close(timeline: Timeline, missing: np.ndarray, needed: np.ndarray) -> None:
     """Newest epoch first. An entry is read by a later epoch iff it is still active in the next one that computes."""
     next_epoch = timeline.num_epochs
+    first = int(missing.argmax())
     for epoch in range(timeline.num_epochs - 1, -1, -1):
         own = slice(timeline.starts[epoch], timeline.stop(epoch))
+        if own.stop <= first:
+            break
         if own.start == own.stop:
             continue
         if next_epoch < timeline.num_epochs:

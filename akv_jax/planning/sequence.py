@@ -339,7 +339,7 @@ def peak_pages(timeline: Timeline, used: np.ndarray, mode: RepositionMode) -> in
 
     used: bool [T], the tokens that are computed or resident.
     """
-    epochs = np.searchsorted(timeline.starts, np.arange(timeline.count), side="right") - 1
+    epochs = timeline.epochs()
     born = np.bincount(epochs[used], minlength=timeline.num_epochs + 1)
     ends = timeline.dropped[: timeline.count][used]
     gone = np.bincount(ends[ends != NEVER], minlength=timeline.num_epochs + 1)

@@ -52,7 +52,7 @@ class Timeline:
         self.count = self.active = 0
         for op in operations:
             if isinstance(op, Append):
-                self._append(np.asarray(op.tokens, np.int32))
+                self._append(np.fromiter(op.tokens, np.int32, len(op.tokens)))
             elif isinstance(op, Drop):
                 self._drop(np.fromiter(op.indices, np.int64, len(op.indices)))
             else:
@@ -74,6 +74,10 @@ class Timeline:
     def epoch_of(self, index: int) -> int:
         """The epoch in which the token with this logical index was appended."""
         return bisect_right(self.starts, index) - 1
+
+    def epochs(self) -> np.ndarray:
+        """The epoch in which each token was appended: int32 [T]."""
+        return np.repeat(np.arange(self.num_epochs, dtype=np.int32), np.diff([*self.starts, self.count]))
 
     def stop(self, epoch: int) -> int:
         """One past the last logical index appended in `epoch`."""

@@ -18,7 +18,7 @@ from akv_jax.cache.radix_tree import RadixCache
 from akv_jax.config import RepositionMode
 from akv_jax.errors import RequestError
 from akv_jax.planning.usage import classify
-from akv_jax.planning.visibility import Timeline
+from akv_jax.planning.visibility import NEVER, Timeline
 from akv_jax.scheduler import Scheduler
 from spec.operations import Append, Drop, History, Reposition, canonical
 from spec.sharing import common_prefix, steps
@@ -82,8 +82,8 @@ class WatchedCache(RadixCache):
         client = next(c for c in self.simulation.clients.values() if c.job.timeline is timeline)
         return [contents.get(name, {}) for name in meaning(self.simulation.whole(client), salt).names]
 
-    def match(self, timeline: Timeline, salt: str) -> MatchResult:
-        found = super().match(timeline, salt)
+    def match(self, timeline: Timeline, salt: str, looked_at: int | None = None) -> MatchResult:
+        found = super().match(timeline, salt, looked_at)
         client = next((c for c in self.simulation.clients.values() if c.job.timeline is timeline), None)
         if client is not None:
             versions = self.resident(timeline, salt)
@@ -91,6 +91,9 @@ class WatchedCache(RadixCache):
             self.simulation.versions[client.job.job_id] = at_hand
             birth = timeline.birth.tolist()
             for index, (page, encoded) in enumerate(zip(found.pages.tolist(), found.encoded.tolist(), strict=True)):
+                if page < 0 and timeline.dropped[index] != NEVER:
+                    # Left out, as nobody reads it: if somebody did, more would be computed than the closure.
+                    continue
                 if birth[index] in versions[index]:
                     assert page == versions[index][birth[index]] and encoded == birth[index]
                 elif page >= 0 or versions[index]:
@@ -311,6 +314,28 @@ def test_dropped_pages_are_evicted_first() -> None:
     match = simulation.cache.match(timeline, "")
     assert (match.pages >= 0).tolist() == [True, False, False, True] and match.known == 4
     simulation.cache.release(match, timeline)
+    simulation.drain()
+
+
+def test_what_no_query_reads_is_not_leased() -> None:
+    """C4, C6: what was dropped before the first query. It goes first from now on, whoever had used it before."""
+    simulation = SharingSimulation(num_pages=100)
+    simulation.submit((Append((1, 2, 3, 4)),))
+    while simulation.live:
+        simulation.step()
+    cache = simulation.cache
+    timeline = Timeline((Append((1, 2, 3, 4)), Drop(frozenset({1, 2})), Append((5,))))
+    for looked_at, found in ((3, [True, True, True, True, False]), (None, [True, False, False, True, False])):
+        match = cache.match(timeline, "", looked_at)
+        assert (match.pages >= 0).tolist() == found and cache.leased() == sum(found)
+        if looked_at is None:
+            assert cache.evictable() == 2 and cache.evict(1) == 1
+            assert simulation.pool.counts().free == 97
+        cache.release(match, timeline)
+    match = cache.match(timeline, "", 3)
+    # The later of the two has gone, and its place is the first that is missing: 1 is read by what restores it.
+    assert (match.pages >= 0).tolist() == [True, True, False, True, False]
+    cache.release(match, timeline)
     simulation.drain()
 
 
