@@ -115,7 +115,8 @@ class EngineConfig:
     max_queued_requests: int = 256
     #: Most prompt tokens computed in one step, over all requests.
     chunked_prefill_size: int = 256
-    #: Attention and, in copy mode, reposition by name (DESIGN R4): one of `pallas_kernels`, or a module with both.
+    #: Attention by name (DESIGN R4), and reposition in copy mode and the experts' grouped product where there are any:
+    #: one of `pallas_kernels`, or a module that defines them.
     attention_backend: str = "xla"
     dtype: Literal["float32", "bfloat16"] = "float32"
     #: Of requests that send none; None draws one for each.

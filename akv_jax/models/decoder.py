@@ -43,16 +43,17 @@ class Kernels(NamedTuple):
     """What a layer calls by a backend's name (DESIGN R4)."""
 
     attention: SegmentAttention
-    grouped_matmul: GroupedMatmul
+    #: None for a model without experts.
+    grouped_matmul: GroupedMatmul | None
     #: Makes the batch's moves. Without it there are none, and page lists may carry shifts instead (DESIGN C8).
     reposition: Reposition | None
 
 
-def kernels(backend: str, mode: RepositionMode) -> Kernels:
-    """All that a mode needs of one backend; ValueError lists the known ones."""
+def kernels(config: ModelConfig, backend: str, mode: RepositionMode) -> Kernels:
+    """All that a model and a mode need of one backend; ValueError lists the known ones."""
     return Kernels(
         segment_attention.backend(backend),
-        grouped_matmul.backend(backend),
+        None if config.moe is None else grouped_matmul.backend(backend),
         reposition.backend(backend) if mode == "copy" else None,
     )
 
@@ -194,5 +195,6 @@ def _feed_forward(config: ModelConfig, kernels: Kernels, axis: str | None, weigh
     """x [T, d] to float32 [T, d], this device's part of it."""
     if config.moe is None:
         return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
+    assert kernels.grouped_matmul is not None
     logits = linear(x, weights["router"], weights.get("router_bias"))
     return mixture(config.moe, kernels.grouped_matmul, axis, weights, x, logits)

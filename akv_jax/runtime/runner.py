@@ -230,7 +230,7 @@ class Runner:
             self._steps[rows] = compile_step(
                 self.config.compile_unit or default_compile_unit(jax.default_backend()),
                 self.placement.model,
-                kernels(self.config.attention_backend, self.config.reposition),
+                kernels(self.model, self.config.attention_backend, self.config.reposition),
                 *(self._params, self._tables, self._pool, self._build(rehearsal(rows), rows)),
                 tile=self.config.tile,
                 mesh=self.placement.mesh,

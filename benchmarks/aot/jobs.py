@@ -177,7 +177,7 @@ def _compile_kernel(job: Job) -> Any:
 def _compile_step(job: Job) -> Any:
     model, mesh = model_of(job), target.mesh()
     layout, arguments = layout_of(model, target.TENSOR_PARALLEL), tuple(_arguments(job))
-    chosen, tile = kernels(BACKEND, ENGINE.reposition), ENGINE.tile
+    chosen, tile = kernels(model, BACKEND, ENGINE.reposition), ENGINE.tile
     if job.donated:
         step = compile_step("step", layout.local, chosen, *arguments, tile=tile, mesh=mesh)
         assert isinstance(step, WholeStep)
