@@ -17,6 +17,7 @@ from akv_jax.config import EngineConfig
 from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel
 from akv_jax.request import Output, Request, Sampling
+from akv_jax.runtime.placement import model_mesh
 from akv_jax.runtime.runner import Runner
 from spec import model as spec_model
 from spec.operations import Append, Operation
@@ -68,13 +69,17 @@ def _float32(params: Any) -> Any:
 class TinyEngine:
     """Makes engines that share one compiled runner. Every row of a step may have its logits returned."""
 
-    def __init__(self, config: spec_model.ModelConfig, params: Any, **settings: Any) -> None:
+    def __init__(
+        self, config: spec_model.ModelConfig, params: Any, devices: int | None = None, **settings: Any
+    ) -> None:
+        """`devices`: lay the model over that many of them."""
         sizes = {"context_length": 512, "num_pages": 1024, "max_running_requests": ROWS, "chunked_prefill_size": ROWS}
         self.settings = EngineConfig(
             **{**sizes, "token_buckets": (ROWS,), "max_list_entries": 1 << 14, "tile": 16, **settings}
         )
         self.model = loaded(engine_model(config), params)
-        self.runner = Runner(self.model.config, self.model.params, self.settings)
+        mesh = None if devices is None else model_mesh(jax.devices()[:devices])
+        self.runner = Runner(self.model.config, self.model.params, self.settings, mesh)
 
     def engine(self, **settings: Any) -> Engine:
         """A fresh engine that keeps nothing between requests; `settings` change what no executable depends on."""

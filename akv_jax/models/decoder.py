@@ -2,6 +2,10 @@
 
 Shapes: T query rows, d hidden_size, H query heads, G KV heads, D head_dim, P pages, V vocabulary.
 Weights are stored [out, in] (`models/weights/table.py` names them); the residual stream is float32.
+
+Over several devices (DESIGN R5) each runs this with its own part of the weights and of the pool, and a `ModelConfig` of
+the heads that it has. `axis` names the mesh axis over which parts are summed: after the embedding, after attention's
+output projection and after the feed-forward; and the logits are put together. Nothing else is communicated.
 """
 
 from __future__ import annotations
@@ -39,31 +43,42 @@ def forward(
     *,
     tile: int,
     shifts: bool,
+    axis: str | None = None,
 ) -> tuple[Array, Pool]:
     """Run every query once. Returns float32 logits [len(batch.logit_rows), V] and the pool with K and V written.
 
     `tables` holds one table a layer; `shifts` says whether page lists may carry shifts (DESIGN C8, on_read).
     """
-    x = embed(params, batch)
+    x = embed(axis, params, batch)
     keys, values = list(pool.k), list(pool.v)
     # Layers alike are traced once, and called by name in what is lowered: a tenth of the time to trace thirty.
-    jitted = jax.jit(decoder_layer, static_argnums=(0, 1, 2, 3, 4))
+    jitted = jax.jit(decoder_layer, static_argnums=(0, 1, 2, 3, 4, 5))
     for index, (layer, weights, table) in enumerate(zip(config.layers, params["layers"], tables, strict=True)):
         x, keys[index], values[index] = jitted(
-            config, layer, attention, tile, shifts, weights, table, x, keys[index], values[index], batch
+            config, layer, attention, tile, shifts, axis, weights, table, x, keys[index], values[index], batch
         )
-    return head(config, params, x, batch), Pool(tuple(keys), tuple(values))
+    return head(config, axis, params, x, batch), Pool(tuple(keys), tuple(values))
 
 
-def embed(params: Params, batch: StepBatch) -> Array:
+def embed(axis: str | None, params: Params, batch: StepBatch) -> Array:
     """The residual stream before the first layer: float32 [T, d]."""
-    return params["embed"][batch.tokens].astype(jnp.float32)
+    table, tokens = params["embed"], batch.tokens
+    if axis is None:
+        return table[tokens].astype(jnp.float32)
+    # Each device has some tokens' rows, and zeros for the others.
+    mine = tokens - lax.axis_index(axis) * len(table)
+    rows = table.at[mine].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return lax.psum(rows.astype(jnp.float32), axis)
 
 
-def head(config: ModelConfig, params: Params, x: Array, batch: StepBatch) -> Array:
+def head(config: ModelConfig, axis: str | None, params: Params, x: Array, batch: StepBatch) -> Array:
     """Logits of the rows that they are asked for, from the residual stream x [T, d]: float32 [S, V]."""
     x = norm(x[batch.logit_rows], params["norm"], config.norm_eps)
-    return linear(x, params.get("head", params["embed"]))
+    logits = linear(x, params.get("head", params["embed"]))
+    if axis is None:
+        return logits
+    # Rows that only pad the vocabulary are no tokens.
+    return lax.all_gather(logits, axis, axis=1, tiled=True)[:, : config.vocab_size]
 
 
 def decoder_layer(
@@ -72,6 +87,7 @@ def decoder_layer(
     attention: SegmentAttention,
     tile: int,
     shifts: bool,
+    axis: str | None,
     weights: Params,
     table: RotaryTable,
     x: Array,
@@ -95,9 +111,16 @@ def decoder_layer(
         shifts=shifts,
     )
     out = attention(q, keys, values, batch.attention, *table, weights.get("sinks"), spec)
-    x = x + linear(out.reshape(len(x), -1), weights["o"], weights.get("o_bias"))
-    x = x + _feed_forward(config, weights, norm(x, weights["ffn_norm"], config.norm_eps))
+    x = x + _summed(linear(out.reshape(len(x), -1), weights["o"]), axis)
+    if "o_bias" in weights:
+        x = x + weights["o_bias"].astype(jnp.float32)
+    x = x + _summed(_feed_forward(config, axis, weights, norm(x, weights["ffn_norm"], config.norm_eps)), axis)
     return x, keys, values
+
+
+def _summed(part: Array, axis: str | None) -> Array:
+    """The sum of all devices' parts."""
+    return part if axis is None else lax.psum(part, axis)
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -166,7 +189,8 @@ def _move(
     return lax.fori_loop(0, (jnp.asarray(moves.num) + MOVE_BLOCK - 1) // MOVE_BLOCK, block, (keys, values))
 
 
-def _feed_forward(config: ModelConfig, weights: Params, x: Array) -> Array:
+def _feed_forward(config: ModelConfig, axis: str | None, weights: Params, x: Array) -> Array:
+    """x [T, d] to float32 [T, d], this device's part of it."""
     if config.moe is None:
         return linear(jax.nn.silu(linear(x, weights["gate"])) * linear(x, weights["up"]), weights["down"])
     moe, rows = config.moe, len(x)
@@ -174,9 +198,16 @@ def _feed_forward(config: ModelConfig, weights: Params, x: Array) -> Array:
     chosen, experts = lax.top_k(probabilities, moe.experts_per_token)
     if moe.normalize:
         chosen = chosen / chosen.sum(axis=-1, keepdims=True)
+    # Experts that are elsewhere become number `own`: their rows come last and belong to no group.
+    own = len(weights["experts_gate"])
+    experts = experts.reshape(-1)
+    if own < moe.num_experts:
+        assert axis is not None
+        experts = experts - lax.axis_index(axis) * own
+        experts = jnp.where((experts >= 0) & (experts < own), experts, own)
     # One grouped dot for all experts: rows sorted by expert, each row once for every expert it goes to.
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    sizes = jnp.bincount(experts.reshape(-1), length=moe.num_experts).astype(jnp.int32)
+    order = jnp.argsort(experts, stable=True)
+    sizes = jnp.bincount(experts, length=own).astype(jnp.int32)
     rows_in = x[order // moe.experts_per_token]
     gate, up = _grouped(rows_in, weights["experts_gate"], sizes), _grouped(rows_in, weights["experts_up"], sizes)
     out = _grouped(jax.nn.silu(gate) * up, weights["experts_down"], sizes)
@@ -185,7 +216,7 @@ def _feed_forward(config: ModelConfig, weights: Params, x: Array) -> Array:
 
 
 def _grouped(x: Array, weight: Array, sizes: Array) -> Array:
-    """x [rows, in], sorted by expert, times weight [experts, out, in]."""
+    """x [rows, in], sorted by expert, times weight [experts, out, in]; zeros for rows after the last expert's."""
     return lax.ragged_dot(
         x.astype(weight.dtype),
         weight.swapaxes(1, 2),

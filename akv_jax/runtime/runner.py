@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from akv_jax.config import CompileUnit, EngineConfig, ModelConfig
 from akv_jax.models.decoder import Params, Pool
 from akv_jax.models.rope import rotary_table
 from akv_jax.planning.plan import NO_MOVES, Segment, StepPlan
 from akv_jax.runtime.batch import StepBatch, build
+from akv_jax.runtime.placement import Placement
 from akv_jax.runtime.sampling import Adjustment, Sampled, SamplingBatch, sample
 from akv_jax.runtime.step import Step, compile_step
 from pallas_kernels.segment_attention.api import backend
@@ -96,15 +98,21 @@ def default_compile_unit(platform: str) -> CompileUnit:
 class Runner:
     """The device side of an engine."""
 
-    def __init__(self, model: ModelConfig, params: Params, config: EngineConfig) -> None:
-        """`params` as `models/weights/table.py` declares them, NumPy or JAX, already of the engine's dtype."""
+    def __init__(self, model: ModelConfig, params: Params, config: EngineConfig, mesh: Mesh | None = None) -> None:
+        """`params` as `models/weights/table.py` declares them, NumPy or JAX, already of the engine's dtype.
+
+        `mesh` has axes "data" and "model", and the model lies over "model" (`placement.model_mesh`, DESIGN R5); without
+        one it is on JAX's default device.
+        """
         self.model, self.config = model, config
         self.buckets = config.token_buckets or token_buckets(config)
         self.compilations = CompilationCounter()
-        self._params = jax.device_put(params)
+        self._placement = Placement(model, mesh)
+        self._params = self._placement.params(params)
         tables = {layer.rotary: None for layer in model.layers}
         # Rotation is by at most the context length; a shifted query would reach twice as far (DESIGN C8).
         tables = {rotary: rotary_table(rotary, config.context_length + 1) for rotary in tables}
+        tables = {rotary: self._placement.everywhere(table) for rotary, table in tables.items()}
         self._tables = tuple(tables[layer.rotary] for layer in model.layers)
         self._pool = self._empty_pool()
         self._steps: dict[int, Step] = {}
@@ -155,6 +163,8 @@ class Runner:
         if rows is None:
             raise ValueError(f"a step of {len(plan.tokens)} queries, the largest bucket has {self.largest_bucket}")
         logits = self._run(plan, rows)
+        # Every device of a mesh has all of them; one is enough to sample.
+        logits = logits if self._placement.mesh is None else logits.addressable_shards[0].data
         padded = jax.tree.map(lambda a: _pad_rows(a, logits.shape[0]), sampling)
         arguments = (padded.batch,) if padded.adjustment is None else (padded.batch, padded.adjustment)
         sampled: Sampled = self._sampler(logits.shape[0], padded.adjustment is not None)(logits, *arguments)
@@ -168,7 +178,7 @@ class Runner:
         """
         for layer, pools in enumerate(zip(self._pool.k, self._pool.v, strict=True)):
             for kind, pool in zip("kv", pools, strict=True):
-                rows = np.asarray(pool)[pages]
+                rows = self._placement.pool_rows(pool, pages)
                 yield _array_name(layer, kind), rows if rows.dtype == np.float32 else rows.view(np.uint16)
 
     def write_pages(self, pages: np.ndarray, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -178,7 +188,8 @@ class Runner:
         """
         keys, values = list(self._pool.k), list(self._pool.v)
         places = [(layer, kind) for layer in range(len(keys)) for kind in "kv"]
-        width, dtype = keys[0].shape[1], np.float32 if self.config.dtype == "float32" else np.uint16
+        width = self.model.num_kv_heads * self.model.head_dim
+        dtype = np.float32 if self.config.dtype == "float32" else np.uint16
         try:
             for (layer, kind), (name, rows) in zip(places, arrays, strict=True):
                 if name != _array_name(layer, kind) or rows.shape != (len(pages), width) or rows.dtype != dtype:
@@ -187,7 +198,8 @@ class Runner:
                 pools = keys if kind == "k" else values
                 for start in range(0, len(pages), LOAD_BLOCK):
                     block = slice(start, start + LOAD_BLOCK)
-                    pools[layer] = _put(pools[layer], *(_pad_rows(a[block], LOAD_BLOCK) for a in (pages, rows)))
+                    padded, there = (_pad_rows(a[block], LOAD_BLOCK) for a in (rows, pages))
+                    pools[layer] = _put(pools[layer], there, self._placement.slot_rows(padded))
         finally:
             self._pool = Pool(tuple(keys), tuple(values))
 
@@ -210,20 +222,23 @@ class Runner:
         bfloat16 = self.config.dtype == "bfloat16"
         # XLA on a CPU updates bfloat16 arrays out of place, the same bits as uint16 in place.
         dtype = (jnp.uint16 if jax.default_backend() == "cpu" else jnp.bfloat16) if bfloat16 else jnp.float32
-        shape = (self.config.num_pages + 1, self.model.num_kv_heads * self.model.head_dim)
-        layers = range(self.model.num_layers)
-        return Pool(tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers))
+        both = (
+            tuple(self._placement.empty_pool(self.config.num_pages + 1, dtype) for _ in self.model.layers)
+            for _ in range(2)
+        )
+        return Pool(*both)
 
     def _step(self, rows: int) -> Step:
         """The forward pass for that many query rows."""
         if rows not in self._steps:
             self._steps[rows] = compile_step(
                 self.config.compile_unit or default_compile_unit(jax.default_backend()),
-                self.model,
+                self._placement.model,
                 backend(self.config.attention_backend),
                 *(self._params, self._tables, self._pool, self._build(_rehearsal(rows), rows)),
                 tile=self.config.tile,
                 shifts=self.config.reposition == "on_read",
+                mesh=self._placement.mesh,
             )
         return self._steps[rows]
 
@@ -231,7 +246,8 @@ class Runner:
         key = rows, adjusted
         if key not in self._samplers:
             vocabulary = self.model.vocab_size
-            shapes: list[Any] = [jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32)]
+            device = self._placement.first_device
+            shapes: list[Any] = [jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32, sharding=device)]
             shapes.append(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), empty_sampling(rows)))
             if adjusted:
                 full = jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32)

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from akv_jax.config import CompileUnit, ModelConfig
 from akv_jax.models.decoder import Params, Pool, decoder_layer, embed, forward, head
 from akv_jax.models.rope import RotaryTable
+from akv_jax.models.sharding import MODEL, POOL_SPEC
 from akv_jax.runtime.batch import StepBatch
 from akv_jax.runtime.host_array import empty_aligned
+from akv_jax.runtime.placement import EVERYWHERE, compile_for, everywhere
 from pallas_kernels.segment_attention.api import SegmentAttention
 
 #: From weights, tables, the donated pool and a batch to float32 logits [S, V] and the pool.
@@ -33,17 +36,25 @@ def compile_step(
     *arguments: Any,
     tile: int,
     shifts: bool,
+    mesh: Mesh | None = None,
 ) -> Step:
-    """Compile for arguments of these shapes (see `Step`); their values are not looked at."""
-    params, tables, pool, batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), arguments)
+    """Compile for arguments of these shapes (see `Step`) and shardings; their values are not looked at.
+
+    On a mesh `config` is what one device computes with (`sharding.Layout.local`).
+    """
+    params, tables, pool, batch = arguments
     packing = Packing(batch)
     if unit == "layer":
-        return LayeredStep(config, attention, params, tables, pool, packing, tile=tile, shifts=shifts)
+        return LayeredStep(config, attention, params, tables, pool, packing, tile=tile, shifts=shifts, mesh=mesh)
+    axis = None if mesh is None else MODEL
 
     def function(params: Params, tables: Sequence[RotaryTable], pool: Pool, packed: Packed) -> tuple[jax.Array, Pool]:
-        return forward(config, attention, params, tables, pool, packing.unpack(packed), tile=tile, shifts=shifts)
+        batch = packing.unpack(packed)
+        return forward(config, attention, params, tables, pool, batch, tile=tile, shifts=shifts, axis=axis)
 
-    step = jax.jit(function, donate_argnums=2).lower(params, tables, pool, packing.shapes).compile()
+    pools: Any = (POOL_SPEC,) * config.num_layers
+    results = EVERYWHERE, Pool(pools, pools)
+    step = compile_for(mesh, function, (params, tables, pool, packing.shapes), results, donate=(2,))
     return lambda params, tables, pool, batch: step(params, tables, pool, packing.pack(batch))
 
 
@@ -61,8 +72,9 @@ class Packing:
     LARGE = 1 << 14
 
     def __init__(self, batch: Any) -> None:
-        """`batch` is a tree of int32 `jax.ShapeDtypeStruct`."""
-        leaves, self._structure = jax.tree.flatten(batch)
+        """`batch` is a tree of int32 arrays, or of their shapes."""
+        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(np.shape(array), array.dtype), batch)
+        leaves, self._structure = jax.tree.flatten(shapes)
         self._places: list[tuple[int, int] | None] = []
         end = 0
         for leaf in leaves:
@@ -110,39 +122,43 @@ class LayeredStep:
         *,
         tile: int,
         shifts: bool,
+        mesh: Mesh | None,
     ) -> None:
-        """`params`, `tables` and `pool` are trees of `jax.ShapeDtypeStruct`."""
+        """Of `params`, `tables` and `pool` only shapes and shardings count."""
         outer, packed, unpack = _outside_layers(params), packing.shapes, packing.unpack
+        axis = None if mesh is None else MODEL
 
         def first(outer: Params, packed: Packed) -> jax.Array:
-            return embed(outer, unpack(packed))
+            return embed(axis, outer, unpack(packed))
 
         def last(outer: Params, x: jax.Array, packed: Packed) -> jax.Array:
-            return head(config, outer, x, unpack(packed))
+            return head(config, axis, outer, x, unpack(packed))
 
-        embedded = jax.eval_shape(first, outer, packed)
-        self._packing = packing
-        self._embed = jax.jit(first).lower(outer, packed).compile()
-        self._head = jax.jit(last).lower(outer, embedded, packed).compile()
+        self._mesh, self._packing = mesh, packing
+        self._embed = compile_for(mesh, first, (outer, packed), EVERYWHERE)
+        (stream,) = jax.tree.leaves(self._embed.out_info)
+        self._head = compile_for(mesh, last, (outer, stream, packed), EVERYWHERE)
         kinds: dict[Any, Any] = {}
         self._layers = []
         for layer, weights, table, k, v in zip(config.layers, params["layers"], tables, *pool, strict=True):
             leaves, structure = jax.tree.flatten((weights, table, k, v))
             kind = layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if kind not in kinds:
-                function = functools.partial(decoder_layer, config, layer, attention, tile, shifts)
-                lowered = jax.jit(
-                    lambda weights, table, x, k, v, packed, run=function: run(weights, table, x, k, v, unpack(packed)),
-                    donate_argnums=(2, 3, 4),
-                ).lower(weights, table, embedded, k, v, packed)
-                kinds[kind] = lowered.compile()
+                run = functools.partial(decoder_layer, config, layer, attention, tile, shifts, axis)
+                kinds[kind] = compile_for(
+                    mesh,
+                    lambda weights, table, x, k, v, packed, run=run: run(weights, table, x, k, v, unpack(packed)),
+                    (weights, table, stream, k, v, packed),
+                    (EVERYWHERE, POOL_SPEC, POOL_SPEC),
+                    donate=(2, 3, 4),
+                )
             self._layers.append(kinds[kind])
 
     def __call__(
         self, params: Params, tables: Sequence[RotaryTable], pool: Pool, batch: StepBatch
     ) -> tuple[jax.Array, Pool]:
         # Every layer reads it.
-        packed = jax.device_put(self._packing.pack(batch))
+        packed = everywhere(self._mesh, self._packing.pack(batch))
         outer = _outside_layers(params)
         x = self._embed(outer, packed)
         keys, values = list(pool.k), list(pool.v)

@@ -1,6 +1,6 @@
 """Every weight declared once: its place in the params tree, shape, logical axes and name in each file format.
 
-The table is derived from a `ModelConfig` alone. Loading walks it, and so will sharding (DESIGN R5), which maps the
+The table is derived from a `ModelConfig` alone. Loading walks it, and so does sharding (DESIGN R5), which maps the
 logical axes to mesh axes. Weights are stored `[out, in]`, the order both file formats have and the faster one for few
 rows on a CPU.
 """
@@ -138,7 +138,8 @@ def _sparse_ffn(config: ModelConfig, layer: int) -> list[ArrayInfo]:
 
     router = ("layers", layer, "router")
     return [
-        ArrayInfo(router, (experts, d), ("experts", "embed"), f"{gguf}gate_inp.weight", (f"{hf}gate.weight",)),
+        # Every device routes every token.
+        ArrayInfo(router, (experts, d), (None, "embed"), f"{gguf}gate_inp.weight", (f"{hf}gate.weight",)),
         info("gate", (f, d), ("ffn", "embed")),
         info("up", (f, d), ("ffn", "embed")),
         info("down", (d, f), ("embed", "ffn")),
