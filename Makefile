@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Flags of the server: make serve ARGS="--port 9000"
 ARGS ?=
+# Devices to lay the model over: make serve TP=4
+TP ?= 1
 # A process a core runs the tests: BLAS threads would only fight over the cores with XLA's.
 TEST_ENV = OPENBLAS_NUM_THREADS=1 JAX_PLATFORMS=cpu
 RUN = $(VENV)/bin/python -m
@@ -11,7 +13,7 @@ RUN = $(VENV)/bin/python -m
 .PHONY: serve test test-long oracle lint types clean
 
 serve: $(VENV)/.serve
-	$(RUN) akv_jax.serve $(ARGS)
+	$(RUN) akv_jax.serve --tp $(TP) $(ARGS)
 
 test: $(VENV)/.test
 	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadgroup

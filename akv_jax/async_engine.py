@@ -19,6 +19,7 @@ from akv_jax.engine import Engine
 from akv_jax.errors import Reason, RequestError
 from akv_jax.models.load import LoadedModel
 from akv_jax.request import Output, Request
+from akv_jax.runtime.placement import Placement
 from akv_jax.runtime.runner import Progress
 from akv_jax.stats import EngineStats
 
@@ -92,6 +93,11 @@ class AsyncEngine:
     @property
     def config(self) -> EngineConfig:
         return self._require().config
+
+    @property
+    def placement(self) -> Placement:
+        """Where it runs."""
+        return self._require().placement
 
     def start(self) -> None:
         """Load, warm up and run, in the background."""

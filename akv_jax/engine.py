@@ -28,6 +28,7 @@ from akv_jax.planning.usage import classify, num_segments
 from akv_jax.planning.visibility import Timeline
 from akv_jax.request import Output, Request, Usage
 from akv_jax.runtime.generation import Generation, new_generation, sampling_plan, token_logprob
+from akv_jax.runtime.placement import Placement
 from akv_jax.runtime.runner import Progress, Runner, SamplingPlan, StepResult
 from akv_jax.scheduler import Job, Schedule, Scheduler
 from akv_jax.stats import Clock, EngineStats, Meter
@@ -122,6 +123,11 @@ class Engine:
         """Stop everything, running or waiting; what was computed for it goes to the cache."""
         for request_id in list(self._works):
             self.abort(request_id)
+
+    @property
+    def placement(self) -> Placement:
+        """Where it runs."""
+        return self.runner.placement
 
     @property
     def busy(self) -> bool:

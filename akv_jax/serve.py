@@ -26,10 +26,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from akv_jax.async_engine import AsyncEngine
     from akv_jax.config import EngineConfig, ModelConfig
     from akv_jax.engine import Engine
     from akv_jax.models.load import LoadedModel
+    from akv_jax.models.sharding import Layout
     from serving.settings import Settings
 
 #: Exit codes: a failure of ours, and the usual one for a bad command line, port or model.
@@ -90,7 +93,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--port", type=_port, default=8000, help="port to listen on, 0 for any free one (%(default)s)")
     add("--api-key", metavar="KEY", help="key that clients must send (AKV_API_KEY)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and KV (%(default)s)")
-    add("--tp", type=_positive, default=1, metavar="N", help="devices to shard the model over (only 1 so far)")
+    add("--tp", type=_positive, default=1, metavar="N", help="devices to lay the model over (%(default)s)")
     add("--attention-backend", default="xla", metavar="NAME", help="attention by name (%(default)s)")
     add("--context-length", type=_positive, metavar="N", help="positions a request may use (default: the model's)")
     add("--max-total-tokens", type=_positive, metavar="N", help="KV pool size, tokens (default: by memory)")
@@ -126,8 +129,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argument_parser()
     arguments = parser.parse_args(argv)
-    if arguments.tp > 1:
-        parser.error("--tp: sharding over several devices is not there yet; use --tp 1")
     if arguments.model is not None and not os.path.exists(arguments.model):
         parser.error(f"--model: no such file or directory: {arguments.model}")
     folder = _cache_folder(parser, arguments)
@@ -265,15 +266,33 @@ def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> Engine:
 
     from akv_jax.engine import Engine
     from akv_jax.models.load import load_model
-    from akv_jax.runtime.runner import default_dtype
+    from akv_jax.runtime.runner import Runner, default_dtype
 
+    mesh = _mesh(arguments.tp)
     # The second start finds its programs compiled.
     jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     wanted = default_dtype(jax.local_devices()[0].platform) if arguments.dtype == "auto" else arguments.dtype
     dtype = cast(Dtype, wanted)
     model = load_model(Path(arguments.model) if arguments.model else None, dtype, cache_dir / "models")
-    return Engine(model, engine_config(arguments, model, dtype))
+    config = engine_config(arguments, model, dtype)
+    return Engine(model, config, runner=Runner(model.config, model.params, config, mesh))
+
+
+def _mesh(tp: int) -> Mesh | None:
+    """The devices of `--tp`. On a machine without GPUs that is as many virtual ones, which share its cores."""
+    import jax
+
+    from akv_jax.runtime.placement import model_mesh
+
+    if tp == 1:
+        return None
+    # Has no effect on GPUs; must come before the first look at devices.
+    jax.config.update("jax_num_cpu_devices", tp)
+    devices = jax.devices()
+    if len(devices) < tp:
+        raise FlagError(f"--tp {tp}: there are only {len(devices)} devices here ({devices[0].device_kind})")
+    return model_mesh(devices[:tp])
 
 
 class WarmUpBar:
@@ -303,14 +322,16 @@ def engine_config(
     The default pool is what memory allows, but never more than all running requests at full length could use.
     """
     from akv_jax.config import EngineConfig
+    from akv_jax.models.sharding import layout_of
 
+    layout = layout_of(model.config, arguments.tp)
     longest = model.config.max_positions
     context_length = arguments.context_length or longest
     if context_length > longest:
         raise FlagError(f"--context-length {context_length}: {model.name} was trained for at most {longest} positions")
     num_pages = arguments.max_total_tokens
     if num_pages is None:
-        fitting = _pool_bytes(arguments.mem_fraction_static, model) // page_bytes(model.config, dtype)
+        fitting = _pool_bytes(arguments.mem_fraction_static, layout, dtype) // page_bytes(layout.local, dtype)
         if fitting < MIN_POOL:
             raise FlagError(
                 f"memory is left for a pool of {max(fitting, 0)} tokens only: "
@@ -332,25 +353,28 @@ def engine_config(
     )
 
 
-def page_bytes(config: ModelConfig, dtype: str) -> int:
+def page_bytes(config: ModelConfig, dtype: Dtype) -> int:
     """K and V of one token in all layers, bytes."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * (4 if dtype == "float32" else 2)
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * _item_bytes(dtype)
 
 
-def _pool_bytes(fraction: float | None, model: LoadedModel) -> int:
-    """What `--mem-fraction-static` leaves for the pool, bytes. On a GPU the weights come out of the fraction.
+def _item_bytes(dtype: Dtype) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _pool_bytes(fraction: float | None, layout: Layout, dtype: Dtype) -> int:
+    """What `--mem-fraction-static` leaves for the pool on each device, bytes. On a GPU the weights come out of the
+    fraction.
 
     Of all memory, not of what is free: the pool's size is part of every compiled program, and the next start is only
     quick if it is the same again.
     """
     import jax
 
-    device = jax.local_devices()[0]
-    memory = device.memory_stats()
+    memory = jax.local_devices()[0].memory_stats()
     if memory is None or "bytes_limit" not in memory:
-        return int((fraction or CPU_MEM_FRACTION) * _host_memory())
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    return int((fraction or GPU_MEM_FRACTION) * memory["bytes_limit"]) - weights
+        return int((fraction or CPU_MEM_FRACTION) * _host_memory()) // layout.size
+    return int((fraction or GPU_MEM_FRACTION) * memory["bytes_limit"]) - layout.local_weights * _item_bytes(dtype)
 
 
 def _host_memory() -> int:
@@ -364,22 +388,20 @@ def _host_memory() -> int:
 
 def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Settings) -> None:
     """What was started, and how to talk to it."""
-    import jax
-
     from akv_jax.runtime.runner import token_buckets
 
     config, model = engine.config, engine.model
-    device = jax.local_devices()[0]
-    pool = config.num_pages
+    layout = engine.placement.layout
+    pool_bytes = config.num_pages * page_bytes(layout.local, config.dtype) * layout.size
     name = settings.served_model_name or model.name
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in (
         ("model", name),
         ("source", model.source),
-        ("device", f"{device.platform} ({device.device_kind})"),
+        ("device", engine.placement),
         ("dtype", config.dtype),
         ("context", f"{config.context_length:,} positions a request"),
-        ("KV pool", f"{pool:,} tokens, {pool * page_bytes(model.config, config.dtype) / 2**20:,.0f} MiB"),
+        ("KV pool", f"{config.num_pages:,} tokens, {pool_bytes / 2**20:,.0f} MiB"),
         ("buckets", ", ".join(map(str, config.token_buckets or token_buckets(config))) + " tokens a step"),
         ("batch", f"{config.max_running_requests} requests, {config.max_queued_requests} more in the queue"),
         ("API key", "wanted" if settings.api_key else "none"),

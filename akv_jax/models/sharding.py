@@ -7,13 +7,14 @@ sums over them. docs/sharding.md has the rules with examples.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from akv_jax.config import ModelConfig
-from akv_jax.models.weights.table import ArrayInfo
+from akv_jax.models.weights.table import ArrayInfo, weight_table
 from akv_jax.runtime.host_array import empty_aligned
 
 #: The mesh's axes; everything is cut along the second and repeated along the first.
@@ -53,6 +54,14 @@ class Layout:
             num_heads=len(self.query_heads) // self.size,
             num_kv_heads=self.slots // self.size,
             intermediate_size=-(-self.config.intermediate_size // self.size),
+        )
+
+    @property
+    def local_weights(self) -> int:
+        """How many numbers the weights on one device are."""
+        return sum(
+            math.prod(self.shape(info)) // (1 if self.split_axis(info) is None else self.size)
+            for info in weight_table(self.config)
         )
 
     def split_axis(self, info: ArrayInfo) -> int | None:

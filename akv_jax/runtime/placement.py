@@ -38,6 +38,16 @@ class Placement:
         """What one device computes with."""
         return self.layout.local
 
+    def __str__(self) -> str:
+        """For people: the devices, and what is spread over them."""
+        devices = jax.local_devices()[:1] if self.mesh is None else self.mesh.devices.flat
+        kind = f"{devices[0].platform} ({devices[0].device_kind})"
+        if self.mesh is None:
+            return kind
+        shape = " × ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
+        heads = f"{self.layout.config.num_kv_heads} KV heads in {self.layout.slots} slots"
+        return f"{self.mesh.size} × {kind}, mesh {shape}, {heads}"
+
     @property
     def first_device(self) -> Sharding | None:
         """Of one device, what needs no more than one; None leaves it to JAX."""

@@ -107,12 +107,12 @@ class Runner:
         self.model, self.config = model, config
         self.buckets = config.token_buckets or token_buckets(config)
         self.compilations = CompilationCounter()
-        self._placement = Placement(model, mesh)
-        self._params = self._placement.params(params)
+        self.placement = Placement(model, mesh)
+        self._params = self.placement.params(params)
         tables = {layer.rotary: None for layer in model.layers}
         # Rotation is by at most the context length; a shifted query would reach twice as far (DESIGN C8).
         tables = {rotary: rotary_table(rotary, config.context_length + 1) for rotary in tables}
-        tables = {rotary: self._placement.everywhere(table) for rotary, table in tables.items()}
+        tables = {rotary: self.placement.everywhere(table) for rotary, table in tables.items()}
         self._tables = tuple(tables[layer.rotary] for layer in model.layers)
         self._pool = self._empty_pool()
         self._steps: dict[int, Step] = {}
@@ -164,7 +164,7 @@ class Runner:
             raise ValueError(f"a step of {len(plan.tokens)} queries, the largest bucket has {self.largest_bucket}")
         logits = self._run(plan, rows)
         # Every device of a mesh has all of them; one is enough to sample.
-        logits = logits if self._placement.mesh is None else logits.addressable_shards[0].data
+        logits = logits if self.placement.mesh is None else logits.addressable_shards[0].data
         padded = jax.tree.map(lambda a: _pad_rows(a, logits.shape[0]), sampling)
         arguments = (padded.batch,) if padded.adjustment is None else (padded.batch, padded.adjustment)
         sampled: Sampled = self._sampler(logits.shape[0], padded.adjustment is not None)(logits, *arguments)
@@ -178,7 +178,7 @@ class Runner:
         """
         for layer, pools in enumerate(zip(self._pool.k, self._pool.v, strict=True)):
             for kind, pool in zip("kv", pools, strict=True):
-                rows = self._placement.pool_rows(pool, pages)
+                rows = self.placement.pool_rows(pool, pages)
                 yield _array_name(layer, kind), rows if rows.dtype == np.float32 else rows.view(np.uint16)
 
     def write_pages(self, pages: np.ndarray, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -199,7 +199,7 @@ class Runner:
                 for start in range(0, len(pages), LOAD_BLOCK):
                     block = slice(start, start + LOAD_BLOCK)
                     padded, there = (_pad_rows(a[block], LOAD_BLOCK) for a in (rows, pages))
-                    pools[layer] = _put(pools[layer], there, self._placement.slot_rows(padded))
+                    pools[layer] = _put(pools[layer], there, self.placement.slot_rows(padded))
         finally:
             self._pool = Pool(tuple(keys), tuple(values))
 
@@ -223,7 +223,7 @@ class Runner:
         # XLA on a CPU updates bfloat16 arrays out of place, the same bits as uint16 in place.
         dtype = (jnp.uint16 if jax.default_backend() == "cpu" else jnp.bfloat16) if bfloat16 else jnp.float32
         both = (
-            tuple(self._placement.empty_pool(self.config.num_pages + 1, dtype) for _ in self.model.layers)
+            tuple(self.placement.empty_pool(self.config.num_pages + 1, dtype) for _ in self.model.layers)
             for _ in range(2)
         )
         return Pool(*both)
@@ -233,12 +233,12 @@ class Runner:
         if rows not in self._steps:
             self._steps[rows] = compile_step(
                 self.config.compile_unit or default_compile_unit(jax.default_backend()),
-                self._placement.model,
+                self.placement.model,
                 backend(self.config.attention_backend),
                 *(self._params, self._tables, self._pool, self._build(_rehearsal(rows), rows)),
                 tile=self.config.tile,
                 shifts=self.config.reposition == "on_read",
-                mesh=self._placement.mesh,
+                mesh=self.placement.mesh,
             )
         return self._steps[rows]
 
@@ -246,7 +246,7 @@ class Runner:
         key = rows, adjusted
         if key not in self._samplers:
             vocabulary = self.model.vocab_size
-            device = self._placement.first_device
+            device = self.placement.first_device
             shapes: list[Any] = [jax.ShapeDtypeStruct((rows, vocabulary), jnp.float32, sharding=device)]
             shapes.append(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), empty_sampling(rows)))
             if adjusted:

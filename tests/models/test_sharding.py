@@ -32,8 +32,8 @@ def weight(model: ModelConfig, name: str) -> ArrayInfo:
         (8, 4, 2, (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7)),
         # Fewer KV heads than devices: each twice, its query heads dealt out.
         (8, 2, 4, (0, 0, 1, 1), (0, 1, 2, 3, 4, 5, 6, 7)),
-        # SmolLM2: two devices with two slots, one of them empty; a device with nothing; each twice, with two query heads
-        # or with one and a zero.
+        # SmolLM2: two slots a device, one of them empty; a device with nothing; each twice, with two query heads or
+        # with one and a zero.
         (9, 3, 2, (0, 1, 2, _), (0, 1, 2, 3, 4, 5, 6, 7, 8, _, _, _)),
         (9, 3, 4, (0, 1, 2, _), (0, 1, 2, 3, 4, 5, 6, 7, 8, _, _, _)),
         (9, 3, 8, (0, 0, 1, 1, 2, 2, _, _), (0, 1, 2, _, 3, 4, 5, _, 6, 7, 8, _, _, _, _, _)),

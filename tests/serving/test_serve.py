@@ -32,7 +32,7 @@ def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     "arguments, says",
     [
         (["--model", "/no/such/model.gguf"], "no such file or directory: /no/such/model.gguf"),
-        (["--tp", "2"], "--tp"),
+        (["--tp", "0"], "--tp"),
         (["--port", "70000"], "--port"),
         (["--max-total-tokens", "0"], "--max-total-tokens"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
