@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.aot import jobs, report, shapes, target
-from benchmarks.aot.judge import judge_kernels, judge_step, needed
+from benchmarks.aot.judge import judge_kernels, judge_reposition, judge_step, needed
 
 #: Layers of a model whose steps are compiled where not all are: one of each of its kinds.
 LAYERS = 2
@@ -40,7 +42,11 @@ class Compiler:
     def observe(self, job: jobs.Job) -> dict[str, Any]:
         if self._process is None:
             command = [sys.executable, "-m", "benchmarks.aot.child"]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            # XLA looks for ptxas on the PATH.
+            path = f"{os.environ.get('PATH', '')}{os.pathsep}{Path(ptxas() or '').parent}"
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PATH": path}
+            )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(asdict(job)) + "\n")
         self._process.stdin.flush()
@@ -80,7 +86,7 @@ def observe_all(wanted: Sequence[jobs.Job], processes: int) -> dict[jobs.Job, di
 def judge(job: jobs.Job, seen: dict[str, Any]) -> list[str]:
     """What is wrong with a job, in sentences."""
     if job.operation != "step":
-        return judge_kernels(seen)
+        return judge_reposition(seen) if job.operation == "reposition" else judge_kernels(seen)
     model = jobs.model_of(job)
     pool = jobs.estimate_of(model, job.rows).page * (jobs.pages_of(model) + 1)
     more = jobs.bytes_of_missing_layers(job)
@@ -118,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write what was seen as JSON")
     parser.add_argument("--processes", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
-    if missing := [wheel for wheel in WHEELS if not installed(wheel)]:
-        print(f"skipped: {' and '.join(missing)} not installed; `make aot` installs both where it can")
+    if missing := [*(wheel for wheel in WHEELS if not installed(wheel)), *([] if ptxas() else ["ptxas"])]:
+        print(f"make aot: skipped, for there is no {' and no '.join(missing)}; it installs what it can get")
         return 0
     start = time.monotonic()
     # The longest first.
@@ -136,6 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out is not None:
         options.out.write_text(json.dumps(report.as_json(results, pools, failures), indent=1))
     return 1 if failures else 0
+
+
+def ptxas() -> str | None:
+    """NVIDIA's assembler: on the PATH, or in the wheel nvidia-cuda-nvcc-cu12."""
+    wheel = importlib.util.find_spec("nvidia.cuda_nvcc") if importlib.util.find_spec("nvidia") else None
+    folders = [f"{folder}/bin" for folder in (wheel and wheel.submodule_search_locations) or ()]
+    return shutil.which("ptxas") or shutil.which("ptxas", path=os.pathsep.join(folders))
 
 
 def installed(distribution: str) -> bool:

@@ -20,6 +20,16 @@ def judge_kernels(seen: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def judge_reposition(seen: Mapping[str, Any]) -> list[str]:
+    """Nor does one that moves pages make another pool of K or of V beside the two that it is given."""
+    failures = judge_kernels(seen)
+    if "error" not in seen and (seen["donated"] != 2 or seen["temporaries"] >= seen["aliases"] // 2):
+        failures.append(
+            f"the pools are not updated in place: {seen['donated']} of 2 are, beside {seen['temporaries']:,} bytes"
+        )
+    return failures
+
+
 def judge_step(seen: Mapping[str, Any], *, layers: int, pool: int, more: int, budget: int) -> list[str]:
     """A step of that many layers with a pool of that many bytes a device, over several devices (DESIGN R3, R5).
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.aot import reading, shapes
-from benchmarks.aot.judge import judge_kernels, judge_step, needed
+from benchmarks.aot.judge import judge_kernels, judge_reposition, judge_step, needed
 from benchmarks.aot.memory import estimate
 
 PTXAS = """\
@@ -181,6 +181,15 @@ def test_a_kernel_that_spills_or_is_refused_fails() -> None:
     assert judge_kernels({"error": "ValueError: no", "seconds": 1.0}) == ["ValueError: no"]
     (failure,) = judge_kernels(observed(kernels=[{"name": "k", "registers": 9, "spill_stores": 0, "spill_loads": 4}]))
     assert "0 bytes stored, 4 loaded" in failure
+
+
+def test_pools_of_a_reposition_are_written_in_place() -> None:
+    moved = {"donated": 2, "temporaries": 16}
+    assert judge_reposition(observed(**moved)) == []
+    for change in ({"donated": 1}, {"temporaries": 200}):
+        (failure,) = judge_reposition(observed(**{**moved, **change}))
+        assert "not updated in place" in failure
+    assert judge_reposition({"error": "no"}) == ["no"]
 
 
 def test_arithmetic_of_a_known_model() -> None:
