@@ -14,6 +14,7 @@ GROUPS = {
     "tests/test_stateful.py": "two layers",
     "tests/test_soak.py": "two layers",
     "tests/test_pressure.py": "two layers",
+    "tests/test_disaggregated": "two layers",
     "spec/test_conformance.py": "conformance",
     "tests/models/test_smollm2.py": "SmolLM2",
     "tests/models/test_load.py": "SmolLM2",
@@ -26,6 +27,25 @@ GROUPS = {
     "tests/cache/test_persistence.py": "tiny engines",
     "tests/kernels": "kernels",
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--disaggregation",
+        metavar="prefill=N,decode=M",
+        help="spec/test_conformance.py: prefill and decode on that many (virtual) devices each",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Virtual devices must be asked for before the first one is looked at."""
+    split = config.getoption("--disaggregation")
+    if split is not None:
+        import jax
+
+        from akv_jax.config import Disaggregation
+
+        jax.config.update("jax_num_cpu_devices", Disaggregation.parse(split).devices)
 
 
 def group_of(item: pytest.Item) -> str:

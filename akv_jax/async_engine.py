@@ -15,7 +15,7 @@ import structlog
 
 from akv_jax.cache.inspection import TreeView
 from akv_jax.config import EngineConfig
-from akv_jax.engine import Engine
+from akv_jax.engine import ServingEngine
 from akv_jax.errors import Reason, RequestError
 from akv_jax.models.load import LoadedModel
 from akv_jax.request import Output, Request
@@ -44,10 +44,10 @@ class _Subscriber:
 class _Call:
     """Something to do in the engine's thread, between two steps."""
 
-    function: Callable[[Engine], Any]
+    function: Callable[[ServingEngine], Any]
     future: Future[Any]
 
-    def run(self, engine: Engine) -> None:
+    def run(self, engine: ServingEngine) -> None:
         if not self.future.set_running_or_notify_cancel():
             # The caller has gone away meanwhile.
             return
@@ -67,9 +67,9 @@ class AsyncEngine:
 
     def __init__(
         self,
-        make_engine: Callable[[], Engine],
+        make_engine: Callable[[], ServingEngine],
         progress: Progress = lambda *_: None,
-        finish: Callable[[Engine], None] = lambda _: None,
+        finish: Callable[[ServingEngine], None] = lambda _: None,
     ) -> None:
         """`make_engine` is called in the engine's thread, so that loading does not hold up the server's start, and so
         is `finish`, after a clean stop and when nobody waits for an answer any more."""
@@ -77,7 +77,7 @@ class AsyncEngine:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._subscribers: dict[str, _Subscriber] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._engine: Engine | None = None
+        self._engine: ServingEngine | None = None
         self._loaded = threading.Event()
         self._draining = self._finishing = False
         #: True once warm-up is over, until `stop`.
@@ -95,9 +95,9 @@ class AsyncEngine:
         return self._require().config
 
     @property
-    def placement(self) -> Placement:
-        """Where it runs."""
-        return self._require().placement
+    def placements(self) -> tuple[Placement, ...]:
+        """See `ServingEngine.placements`."""
+        return self._require().placements
 
     def start(self) -> None:
         """Load, warm up and run, in the background."""
@@ -160,19 +160,19 @@ class AsyncEngine:
         return await self._call(lambda engine: engine.flush_cache())
 
     async def cache_tree(self, max_nodes: int, max_depth: int) -> TreeView:
-        """What the cache holds, between two steps; see `Engine.cache_tree`."""
+        """What the cache holds, between two steps; see `ServingEngine.cache_tree`."""
         return await self._call(lambda engine: engine.cache_tree(max_nodes, max_depth))
 
     async def check(self) -> None:
-        """See `Engine.check`."""
+        """See `ServingEngine.check`."""
         await self._call(lambda engine: engine.check())
 
-    def _require(self) -> Engine:
+    def _require(self) -> ServingEngine:
         if self._engine is None:
             raise RequestError(Reason.SHUTTING_DOWN, "the model is still loading")
         return self._engine
 
-    async def _call(self, function: Callable[[Engine], T]) -> T:
+    async def _call(self, function: Callable[[ServingEngine], T]) -> T:
         """Run `function` in the engine's thread and wait for what it returns or raises."""
         call = _Call(function, Future())
         self._calls.put(call)
@@ -201,7 +201,7 @@ class AsyncEngine:
         if self._finishing:
             self._end(self._require())
 
-    def _end(self, engine: Engine) -> None:
+    def _end(self, engine: ServingEngine) -> None:
         """A clean stop: what was computed for requests that are cut off is worth keeping too."""
         try:
             engine.abort_all()
@@ -209,7 +209,7 @@ class AsyncEngine:
         except BaseException:
             _log.exception("the engine has stopped, but not finished")
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self, engine: ServingEngine) -> None:
         while True:
             # Sleep only when there is nothing to compute.
             while not engine.busy or not self._calls.empty():

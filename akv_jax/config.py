@@ -104,6 +104,26 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Disaggregation:
+    """Prefill and decode on devices of their own (DESIGN R5): how many each has."""
+
+    prefill: int
+    decode: int
+
+    @staticmethod
+    def parse(text: str) -> Disaggregation:
+        """Of "prefill=4,decode=4". ValueError if it is nothing like that."""
+        counts = {name.strip(): count for name, _, count in (part.partition("=") for part in text.split(","))}
+        if counts.keys() != {"prefill", "decode"} or not all(c.isdecimal() and int(c) for c in counts.values()):
+            raise ValueError(f"expected prefill=N,decode=M, each 1 or more, found {text!r}")
+        return Disaggregation(int(counts["prefill"]), int(counts["decode"]))
+
+    @property
+    def devices(self) -> int:
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes and choices of one engine. Pages are tokens (page size 1)."""
 

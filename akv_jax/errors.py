@@ -14,10 +14,11 @@ class Reason(Enum):
     POOL_TOO_SMALL = "pool_too_small"
     QUEUE_FULL = "queue_full"
     SHUTTING_DOWN = "shutting_down"
+    TRANSFER_FAILED = "transfer_failed"
 
 
 #: Reasons that are answered with 503 (DESIGN A7); every other one is a 400 (A10).
-UNAVAILABLE = frozenset({Reason.POOL_TOO_SMALL, Reason.QUEUE_FULL, Reason.SHUTTING_DOWN})
+UNAVAILABLE = frozenset({Reason.POOL_TOO_SMALL, Reason.QUEUE_FULL, Reason.SHUTTING_DOWN, Reason.TRANSFER_FAILED})
 
 
 class RequestError(Exception):

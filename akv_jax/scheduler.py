@@ -4,23 +4,29 @@ Decoding requests get a query each in every step. What is left of the step's tok
 has waited longest since its last chunk first, so that a short request behind a long prompt waits for one chunk (A10).
 Where pages run out, unleased cached ones are evicted, then the newest running request is retracted: it gives its pages
 back and waits again, keeping what it has already generated.
+
+With prefill and decode apart there is one scheduler on each side. A job whose prompt is computed is *parked*: it keeps
+what it has, and may lose it like any other, until the decode side takes it in (`receive`). While pages are copied from
+or to it, it is *moving*, and nobody may take them. `docs/disaggregation.md` says why all get through.
 """
 
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 
-from akv_jax.cache.base import KVCache
+from akv_jax.cache.base import KVCache, MatchResult
 from akv_jax.cache.pages import PagePool
 from akv_jax.config import EngineConfig
 from akv_jax.errors import Reason, RequestError
+from akv_jax.planning.active_set import ActiveSet
 from akv_jax.planning.restore import compute_set
 from akv_jax.planning.sequence import Chunk, PlacedChunk, Released, Sequence, peak_pages
 from akv_jax.planning.versions import Places
-from akv_jax.planning.visibility import Timeline
+from akv_jax.planning.visibility import Timeline, View
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +53,8 @@ class Job:
     #: What it has computed is in the cache while it runs.
     shared: bool = False
     last_served: int = -1
+    #: Not to be scheduled (see the module).
+    hold: Literal["parked", "moving"] | None = None
 
     @property
     def held(self) -> int:
@@ -60,6 +68,24 @@ class Scheduled:
     job: Job
     chunk: Chunk
     placed: PlacedChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """What is missing on this side and comes from the other one: on its pages there, and on its pages here."""
+
+    job: Job
+    source: ActiveSet
+    target: ActiveSet
+
+    def concerns(self, job: Job) -> bool:
+        """Whether that job's history, tokens alone, goes at least as far together with this one as to the first entry
+        that moves."""
+        size = int(self.source.indices[0]) + 1
+        mine, others = self.job.timeline, job.timeline
+        if self.job.salt != job.salt or others.count < size:
+            return False
+        return np.array_equal(mine.tokens[:size], others.tokens[:size])
 
 
 @dataclass(slots=True)
@@ -96,6 +122,8 @@ class Scheduler:
         self._arrivals = 0
         self._steps = 0
         self._overcommitted = False
+        #: What is on its way here for the cache.
+        self._returning: list[Moving] = []
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
@@ -128,6 +156,7 @@ class Scheduler:
     def _stop(self, job: Job) -> None:
         """Take a job off the batch: its pages go to the cache or back to the pool, its leases end."""
         self.running.remove(job)
+        job.hold = None
         sequence, job.sequence = job.sequence, None
         assert sequence is not None
         if not job.decoding:
@@ -171,11 +200,17 @@ class Scheduler:
             return
         self._overcommitted = False
         while self.waiting and len(self.running) < self.config.max_running_requests:
-            job = self.waiting[0]
-            promised = sum(max(0, other.peak - other.held) for other in self.running if not other.decoding)
-            if self.running and job.peak > self.pool.num_free + self.cache.evictable() - promised:
+            if self.running and self.waiting[0].peak > self._room():
+                return
+            if any(moving.concerns(self.waiting[0]) for moving in self._returning):
+                # It would compute what is about to be here. That comes without waiting for any prompt.
                 return
             self._start(self.waiting.pop(0))
+
+    def _room(self) -> int:
+        """Pages that can be had and are not promised to running prompts."""
+        promised = sum(max(0, other.peak - other.held) for other in self.running if not other.decoding)
+        return self.pool.num_free + self.cache.evictable() - promised
 
     def _start(self, job: Job) -> None:
         """Put a job into the batch with what the cache has of its history."""
@@ -206,6 +241,93 @@ class Scheduler:
             job.peak = self._peak(job.timeline, ())
         bisect.insort(self.waiting, job, key=lambda j: j.arrival)
 
+    # -- from and to another side ------------------------------------------------------------------------------------
+
+    def leave(self) -> list[Job]:
+        """Take everybody out of the queue, to wait somewhere else."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
+    def requeue(self, job: Job) -> None:
+        """Queue a job that another side has retracted, in its old place."""
+        job.peak = self._peak(job.timeline, ())
+        bisect.insort(self.waiting, job, key=lambda j: j.arrival)
+
+    def receive(self, job: Job, held: ActiveSet) -> Moving | None:
+        """Take in what another side has computed, all that is active of it, or None if there is no room now.
+
+        The new job is moving until `filled`. What this side's cache has just where it is read is leased and need not
+        come.
+        """
+        peak = len(held) + 1
+        full = len(self.running) >= self.config.max_running_requests
+        if self.running and (full or self._overcommitted or peak > self._room()):
+            return None
+        match, lacking = self._found(job.timeline, job.salt, held)
+        source = held.where(lacking)
+        target = replace(source, pages=self._allocate(len(source)))
+        sequence = Sequence(job.timeline, match, window=self.window, mode=self.config.reposition, coming=target)
+        assert sequence.compute.tolist() == [job.timeline.count - 1], "only the last token is left to compute"
+        new = Job(job.job_id, job.arrival, job.timeline, job.salt, (), peak, sequence, decoding=True, hold="moving")
+        new.last_served = self._steps - 1
+        self.running.append(new)
+        return Moving(new, source, target)
+
+    def filled(self, job: Job) -> None:
+        """What a received job lacked is there: it decodes from now on."""
+        assert job.sequence is not None
+        job.sequence.filled()
+        job.hold = None
+
+    def expect(self, job: Job, held: ActiveSet) -> Moving | None:
+        """Make room for what the cache lacks of these entries of another side's job; None if there is none or nothing.
+
+        Leased pages are never touched for it. `arrived` or `lost` ends it.
+        """
+        match, lacking = self._found(job.timeline, job.salt, held)
+        self.cache.release(match, job.timeline)
+        source = held.where(lacking)
+        if not len(source) or len(source) > self._room() or self.config.disable_radix_cache:
+            return None
+        moving = Moving(job, source, replace(source, pages=self._allocate(len(source))))
+        self._returning.append(moving)
+        return moving
+
+    def arrived(self, moving: Moving) -> None:
+        """What was expected is there: the cache's, as far as it has not got it meanwhile."""
+        self._returning.remove(moving)
+        self._offer(moving.job, *moving.target.by_index(moving.job.timeline.count))
+
+    def lost(self, moving: Moving) -> None:
+        """What was expected does not come."""
+        self._returning.remove(moving)
+        self.pool.free(moving.target.pages)
+
+    def private_pages(self) -> list[np.ndarray]:
+        """Every page that belongs to a running job alone or is being filled, int32, for the accounting check (C7)."""
+        own = [job.sequence.private_pages() for job in self.running if job.sequence is not None]
+        return [*own, *(moving.target.pages for moving in self._returning)]
+
+    def _found(self, timeline: Timeline, salt: str, held: ActiveSet) -> tuple[MatchResult, np.ndarray]:
+        """Lease of these entries what the cache has just where they are; and bool [entries], which of them it lacks."""
+        match, at = self.cache.match(timeline, salt), held.indices
+        found = np.where(match.encoded[at] == held.positions, match.pages[at], -1)
+        leased = match.pages[match.pages >= 0]
+        if self.config.reposition == "copy" and match.known:
+            view = View(at, held.positions, held.positions - timeline.birth[at])
+            (exact,) = self.cache.lease_versions(match, timeline, salt, [view])
+            found = np.where(found < 0, exact, found)
+            leased = np.union1d(leased, exact[exact >= 0])
+        self.cache.release(match, timeline, np.setdiff1d(leased, found))
+        pages, encoded = np.full(timeline.count, -1, np.int32), timeline.birth[: timeline.count].copy()
+        pages[at], encoded[at] = found, np.where(found < 0, encoded[at], held.positions)
+        return MatchResult(pages, encoded, match.receipt, match.known), found < 0
+
+    def _allocate(self, count: int) -> np.ndarray:
+        if count > self.pool.num_free:
+            self.cache.evict(count - self.pool.num_free)
+        return self.pool.allocate(count)
+
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule:
@@ -214,11 +336,13 @@ class Scheduler:
         self._admit()
         schedule = Schedule()
         for job in sorted(self.running, key=lambda j: j.arrival):
-            if job.sequence is not None and job.decoding and job.sequence.remaining == 1:
+            if job.sequence is not None and job.hold is None and job.decoding and job.sequence.remaining == 1:
                 self._place(schedule, job, 1)
         budget = max(1, self.config.chunked_prefill_size - len(schedule.parts))
         for job in sorted(self.running, key=lambda j: (j.last_served, j.arrival)):
-            if budget > 0 and job.sequence is not None and not (job.decoding and job.sequence.remaining == 1):
+            if budget <= 0 or job.sequence is None or job.hold is not None:
+                continue
+            if not (job.decoding and job.sequence.remaining == 1):
                 budget -= self._place(schedule, job, budget)
         return schedule
 
@@ -256,9 +380,9 @@ class Scheduler:
                 return len(chunk.indices)
             if job.sequence.next_chunk(1).entries > left.entries:
                 return 0
-            newest = max(self.running, key=lambda j: j.arrival)
+            newest = max((j for j in self.running if j.hold != "moving"), key=lambda j: j.arrival)
             if newest is job:
-                if len(self.running) > 1:
+                if len(self.running) > 1 or self._returning:
                     return 0
                 if self._start_over(job):
                     continue

@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import uvicorn
 from rich.console import Console
@@ -26,11 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from akv_jax.async_engine import AsyncEngine
-    from akv_jax.config import EngineConfig, ModelConfig
-    from akv_jax.engine import Engine
+    from akv_jax.config import Disaggregation, EngineConfig, ModelConfig
+    from akv_jax.engine import ServingEngine
     from akv_jax.models.load import LoadedModel
     from akv_jax.models.sharding import Layout
     from serving.settings import Settings
@@ -79,6 +77,15 @@ def _fraction(text: str) -> float:
     return value
 
 
+def _split(text: str) -> Disaggregation:
+    from akv_jax.config import Disaggregation
+
+    try:
+        return Disaggregation.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def argument_parser() -> argparse.ArgumentParser:
     """Flags are called what vLLM and SGLang call them."""
     parser = argparse.ArgumentParser(
@@ -94,6 +101,9 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--api-key", metavar="KEY", help="key that clients must send (AKV_API_KEY)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and KV (%(default)s)")
     add("--tp", type=_positive, default=1, metavar="N", help="devices to lay the model over (%(default)s)")
+    add(
+        "--disaggregation", type=_split, metavar="prefill=N,decode=M", help="prefill and decode on devices of their own"
+    )
     add("--attention-backend", default="xla", metavar="NAME", help="attention by name (%(default)s)")
     add("--context-length", type=_positive, metavar="N", help="positions a request may use (default: the model's)")
     add("--max-total-tokens", type=_positive, metavar="N", help="KV pool size, tokens (default: by memory)")
@@ -129,6 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argument_parser()
     arguments = parser.parse_args(argv)
+    if arguments.tp > 1 and arguments.disaggregation is not None:
+        parser.error("--disaggregation says how many devices each side has: leave out --tp")
     if arguments.model is not None and not os.path.exists(arguments.model):
         parser.error(f"--model: no such file or directory: {arguments.model}")
     folder = _cache_folder(parser, arguments)
@@ -148,13 +160,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from akv_jax import warm_start
     from akv_jax.async_engine import AsyncEngine
 
-    def make_engine() -> Engine:
+    def make_engine() -> ServingEngine:
         engine = load_engine(arguments, environment.cache_dir)
         if folder is not None:
             warm_start.load(engine, folder)
         return engine
 
-    def finish(engine: Engine) -> None:
+    def finish(engine: ServingEngine) -> None:
         if folder is not None:
             warm_start.save(engine, folder)
 
@@ -255,7 +267,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> Engine:
+def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> ServingEngine:
     """Load the model and build the engine, not warmed up yet.
 
     Raises:
@@ -264,11 +276,14 @@ def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> Engine:
     """
     import jax
 
+    from akv_jax.disaggregated import over_devices
     from akv_jax.engine import Engine
     from akv_jax.models.load import load_model
+    from akv_jax.runtime.placement import model_mesh
     from akv_jax.runtime.runner import Runner, default_dtype
 
-    mesh = _mesh(arguments.tp)
+    split: Disaggregation | None = arguments.disaggregation
+    devices = _devices(arguments.tp if split is None else split.devices)
     # The second start finds its programs compiled.
     jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -276,23 +291,26 @@ def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> Engine:
     dtype = cast(Dtype, wanted)
     model = load_model(Path(arguments.model) if arguments.model else None, dtype, cache_dir / "models")
     config = engine_config(arguments, model, dtype)
+    if split is not None:
+        return over_devices(model, config, split, devices)
+    mesh = model_mesh(devices) if len(devices) > 1 else None
     return Engine(model, config, runner=Runner(model.config, model.params, config, mesh))
 
 
-def _mesh(tp: int) -> Mesh | None:
-    """The devices of `--tp`. On a machine without GPUs that is as many virtual ones, which share its cores."""
+def _devices(count: int) -> Sequence[Any]:
+    """So many devices. On a machine without GPUs they are virtual, and share its cores."""
     import jax
 
-    from akv_jax.runtime.placement import model_mesh
-
-    if tp == 1:
-        return None
-    # Has no effect on GPUs; must come before the first look at devices.
-    jax.config.update("jax_num_cpu_devices", tp)
+    if count > 1:
+        # Has no effect on GPUs; must come before the first look at devices.
+        jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices()
-    if len(devices) < tp:
-        raise FlagError(f"--tp {tp}: there are only {len(devices)} devices here ({devices[0].device_kind})")
-    return model_mesh(devices[:tp])
+    if len(devices) < count:
+        raise FlagError(
+            f"--tp or --disaggregation: {count} devices wanted, and there are only {len(devices)} here "
+            f"({devices[0].device_kind})"
+        )
+    return devices[:count]
 
 
 class WarmUpBar:
@@ -324,14 +342,17 @@ def engine_config(
     from akv_jax.config import EngineConfig
     from akv_jax.models.sharding import layout_of
 
-    layout = layout_of(model.config, arguments.tp)
+    split: Disaggregation | None = arguments.disaggregation
+    # The side with fewer devices has more on each.
+    layout = layout_of(model.config, arguments.tp if split is None else min(split.prefill, split.decode))
     longest = model.config.max_positions
     context_length = arguments.context_length or longest
     if context_length > longest:
         raise FlagError(f"--context-length {context_length}: {model.name} was trained for at most {longest} positions")
     num_pages = arguments.max_total_tokens
     if num_pages is None:
-        fitting = _pool_bytes(arguments.mem_fraction_static, layout, dtype) // page_bytes(layout.local, dtype)
+        devices = arguments.tp if split is None else split.devices
+        fitting = _pool_bytes(arguments.mem_fraction_static, layout, dtype, devices) // page_bytes(layout.local, dtype)
         if fitting < MIN_POOL:
             raise FlagError(
                 f"memory is left for a pool of {max(fitting, 0)} tokens only: "
@@ -362,9 +383,9 @@ def _item_bytes(dtype: Dtype) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _pool_bytes(fraction: float | None, layout: Layout, dtype: Dtype) -> int:
-    """What `--mem-fraction-static` leaves for the pool on each device, bytes. On a GPU the weights come out of the
-    fraction.
+def _pool_bytes(fraction: float | None, layout: Layout, dtype: Dtype, devices: int) -> int:
+    """What `--mem-fraction-static` leaves for the pool on each of so many devices, bytes. On a GPU the weights come out
+    of the fraction.
 
     Of all memory, not of what is free: the pool's size is part of every compiled program, and the next start is only
     quick if it is the same again.
@@ -373,7 +394,7 @@ def _pool_bytes(fraction: float | None, layout: Layout, dtype: Dtype) -> int:
 
     memory = jax.local_devices()[0].memory_stats()
     if memory is None or "bytes_limit" not in memory:
-        return int((fraction or CPU_MEM_FRACTION) * _host_memory()) // layout.size
+        return int((fraction or CPU_MEM_FRACTION) * _host_memory()) // devices
     return int((fraction or GPU_MEM_FRACTION) * memory["bytes_limit"]) - layout.local_weights * _item_bytes(dtype)
 
 
@@ -391,17 +412,18 @@ def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Set
     from akv_jax.runtime.runner import token_buckets
 
     config, model = engine.config, engine.model
-    layout = engine.placement.layout
+    names = ("prefill on", "decode on") if len(engine.placements) == 2 else ("device",)
+    layout = engine.placements[0].layout
     pool_bytes = config.num_pages * page_bytes(layout.local, config.dtype) * layout.size
     name = settings.served_model_name or model.name
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in (
         ("model", name),
         ("source", model.source),
-        ("device", engine.placement),
+        *zip(names, engine.placements, strict=True),
         ("dtype", config.dtype),
         ("context", f"{config.context_length:,} positions a request"),
-        ("KV pool", f"{config.num_pages:,} tokens, {pool_bytes / 2**20:,.0f} MiB"),
+        ("KV pool", f"{config.num_pages:,} tokens, {pool_bytes / 2**20:,.0f} MiB" + ", each" * (len(names) - 1)),
         ("buckets", ", ".join(map(str, config.token_buckets or token_buckets(config))) + " tokens a step"),
         ("batch", f"{config.max_running_requests} requests, {config.max_queued_requests} more in the queue"),
         ("API key", "wanted" if settings.api_key else "none"),

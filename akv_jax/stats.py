@@ -61,6 +61,10 @@ class Meter:
     hits_rotated: int = 0
     misses: int = 0
     drop_skipped: int = 0
+    #: With prefill and decode apart: pages that have moved between them, and transfers that came to nothing.
+    pages_to_decode: int = 0
+    pages_to_prefill: int = 0
+    transfers_failed: int = 0
     queue_time: Histogram = field(default_factory=lambda: Histogram(QUEUE_BUCKETS))
     plan_time: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS))
     step_time: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS))
@@ -116,6 +120,9 @@ class EngineStats:
     prefix_cache_hits_rotated_total: int
     prefix_cache_misses_total: int
     drop_skipped_tokens_total: int
+    pages_to_decode_total: int
+    pages_to_prefill_total: int
+    transfers_failed_total: int
     queue_time: Distribution
     plan_time: Distribution
     step_time: Distribution

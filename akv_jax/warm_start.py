@@ -11,12 +11,12 @@ from pathlib import Path
 import structlog
 
 from akv_jax.cache.persistence import StoredCacheError
-from akv_jax.engine import Engine
+from akv_jax.engine import ServingEngine
 
 _log = structlog.get_logger(__name__)
 
 
-def load(engine: Engine, folder: Path) -> None:
+def load(engine: ServingEngine, folder: Path) -> None:
     """Before the engine serves: take over what is stored, if it is this model's and whole."""
     start = time.perf_counter()
     try:
@@ -27,7 +27,7 @@ def load(engine: Engine, folder: Path) -> None:
         _log.info("KV cache loaded", pages=pages, seconds=round(time.perf_counter() - start, 2), folder=str(folder))
 
 
-def save(engine: Engine, folder: Path) -> None:
+def save(engine: ServingEngine, folder: Path) -> None:
     """After a clean stop: store what is cached."""
     start = time.perf_counter()
     try:

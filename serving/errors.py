@@ -18,7 +18,7 @@ from akv_jax.errors import Reason, RequestError, invalid
 from serving.state import server_of
 
 #: Seconds after which a refused client may try again.
-RETRY_AFTER = {Reason.QUEUE_FULL: 1, Reason.SHUTTING_DOWN: 5}
+RETRY_AFTER = {Reason.QUEUE_FULL: 1, Reason.SHUTTING_DOWN: 5, Reason.TRANSFER_FAILED: 1}
 
 #: OpenAI-style codes of the statuses that routes raise as an HTTPException.
 HTTP_CODES = {401: "invalid_api_key", 413: "request_too_large", 503: "not_ready"}

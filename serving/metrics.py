@@ -96,6 +96,7 @@ class EngineCollector(Collector):
             ("copied_pages", "Pages turned into another page by a reposition; none in on_read mode."),
             ("derived_hops", "Of those, pages turned from one that had been turned before."),
             ("preemptions", "Running requests put back into the queue."),
+            ("transfers_failed", "Transfers between the two pools that came to nothing."),
             ("prefix_cache_queries", "Prompt tokens of requests that were answered."),
             ("prefix_cache_misses", "Of those, tokens that were computed: one a request at least."),
         ):
@@ -105,6 +106,8 @@ class EngineCollector(Collector):
             "prefix_cache_hits", "Of those, tokens found at their position, or turned to it.", "match", hits
         )
 
+        moved = {"to_decode": stats.pages_to_decode_total, "to_prefill": stats.pages_to_prefill_total}
+        yield _counters("transferred_pages", "Pages moved between prefill's and decode's pools.", "direction", moved)
         evicted = dict(stats.evicted_pages_total)
         yield _counters("evicted_pages", "Pages that the cache gave up for want of room.", "class", evicted)
 

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 
-from akv_jax.config import RepositionMode
-from akv_jax.engine import Engine
+from akv_jax.config import Disaggregation, RepositionMode
+from akv_jax.engine import ServingEngine
 from akv_jax.planning.sequence import peak_pages
 from akv_jax.planning.visibility import Timeline
 from akv_jax.request import Output, Request, Sampling, Usage
@@ -28,7 +28,7 @@ from spec.state import Result, apply, run, segments
 from spec.varieties import varieties
 from spec.visibility import closure, usage
 from tests import tiny_engine
-from tests.tiny_engine import ROWS, TinyEngine
+from tests.tiny_engine import ROWS, TinyEngine, TinySides
 
 #: Of every logit, absolute.
 TOLERANCE = 2e-4
@@ -125,16 +125,22 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEn
     wanted: dict[Any, None] = dict.fromkeys(
         (item.callspec.params["name"], item.callspec.params["mode"]) for item in items
     )
+    text = request.config.getoption("--disaggregation")
+    split = None if text is None else Disaggregation.parse(text)
     # Long runs do not save on compiling.
     quick = not any(item.get_closest_marker("long") for item in items)
     with tiny_engine.quick_compiles(quick), ThreadPoolExecutor(max_workers=1) as pool:
-        yield {case: pool.submit(_warm, *case) for case in wanted}
+        yield {(name, mode): pool.submit(_warm, name, mode, split) for name, mode in wanted}
         pool.shutdown(cancel_futures=True)
 
 
-def _warm(name: str, mode: RepositionMode) -> TinyEngine:
+def _warm(name: str, mode: RepositionMode, split: Disaggregation | None) -> TinyEngine:
     config = varieties()[name]
-    tiny = TinyEngine(config, random_params(config, seed=7), reposition=mode)
+    params = random_params(config, seed=7)
+    if split is None:
+        tiny = TinyEngine(config, params, reposition=mode)
+    else:
+        tiny = TinySides(config, params, split, reposition=mode)
     tiny_engine.run(tiny.engine(), [tiny_engine.score("first", (Append((0,)),))])
     return tiny
 
@@ -224,7 +230,7 @@ def conforms(tiny: TinyEngine, model: Model, examples: int) -> None:
     batch_conforms()
 
 
-def engine_of(tiny: TinyEngine, batch: Batch, results: list[Result]) -> Engine:
+def engine_of(tiny: TinyEngine, batch: Batch, results: list[Result]) -> ServingEngine:
     """An engine with the batch's chunk size and pool. Where not all fit, some wait, and some are retracted."""
     mode = tiny.settings.reposition
     needed = sorted(most_pages(asked.history, result, mode) for asked, result in zip(batch.asked, results, strict=True))
@@ -235,7 +241,7 @@ def engine_of(tiny: TinyEngine, batch: Batch, results: list[Result]) -> Engine:
     )
 
 
-def check_together(engine: Engine, model: Model, batch: Batch, results: list[Result]) -> list[Result]:
+def check_together(engine: ServingEngine, model: Model, batch: Batch, results: list[Result]) -> list[Result]:
     """Serve the batch in one engine and check all that comes out.
 
     Returns the spec's results once it has appended the tokens that the engine chose.

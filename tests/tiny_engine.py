@@ -13,12 +13,15 @@ import jax
 import numpy as np
 
 from akv_jax import config as engine_config
-from akv_jax.config import EngineConfig
-from akv_jax.engine import Engine
+from akv_jax.config import Disaggregation, EngineConfig
+from akv_jax.disaggregated import DisaggregatedEngine
+from akv_jax.engine import Engine, ServingEngine
 from akv_jax.models.load import LoadedModel
 from akv_jax.request import Output, Request, Sampling
+from akv_jax.runtime.lanes import ThreadLanes
 from akv_jax.runtime.placement import model_mesh
 from akv_jax.runtime.runner import Runner
+from akv_jax.side import Side
 from spec import model as spec_model
 from spec.operations import Append, Operation
 
@@ -81,10 +84,26 @@ class TinyEngine:
         mesh = None if devices is None else model_mesh(jax.devices()[:devices])
         self.runner = Runner(self.model.config, self.model.params, self.settings, mesh)
 
-    def engine(self, **settings: Any) -> Engine:
+    def engine(self, **settings: Any) -> Engine | DisaggregatedEngine:
         """A fresh engine that keeps nothing between requests; `settings` change what no executable depends on."""
         settings = {"disable_radix_cache": True, **settings}
         return Engine(self.model, dataclasses.replace(self.settings, **settings), runner=self.runner)
+
+
+class TinySides(TinyEngine):
+    """The same with prefill and decode apart: engines that share two runners, and threads."""
+
+    def __init__(self, config: spec_model.ModelConfig, params: Any, split: Disaggregation, **settings: Any) -> None:
+        super().__init__(config, params, split.prefill, **settings)
+        mesh = model_mesh(jax.devices()[split.prefill : split.devices])
+        self._decode = Runner(self.model.config, self.model.params, self.settings, mesh)
+        self._lanes = ThreadLanes()
+
+    def engine(self, **settings: Any) -> DisaggregatedEngine:
+        """Both sides have these settings."""
+        config = dataclasses.replace(self.settings, **{"disable_radix_cache": True, **settings})
+        sides = (Side(self.model, config, runner) for runner in (self.runner, self._decode))
+        return DisaggregatedEngine(self.model, *sides, lanes=self._lanes)
 
 
 @contextlib.contextmanager
@@ -109,7 +128,7 @@ def score(request_id: str, operations: Sequence[Operation], max_tokens: int = 1)
     return Request(request_id, tuple(operations), greedy, logits_at=tuple(range(count)))
 
 
-def run(engine: Engine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[str, list[Output]]:
+def run(engine: ServingEngine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[str, list[Output]]:
     """Serve `requests` together to their end, checking the page accounting after every step (DESIGN C7).
 
     `arrivals`: the step before which each of them is submitted; without it, before the first.
@@ -126,7 +145,8 @@ def run(engine: Engine, requests: Sequence[Request], arrivals: Sequence[int] = (
         steps += 1
         assert steps < 5000, "the engine does not come to an end"
     engine.flush_cache()
-    assert engine.stats().pages_free == engine.config.num_pages
+    stats = engine.stats()
+    assert stats.pages_cached + stats.pages_leased + stats.pages_private == 0
     return outputs
 
 

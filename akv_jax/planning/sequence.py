@@ -11,6 +11,7 @@ import numpy as np
 from akv_jax.cache.base import MatchResult
 from akv_jax.cache.pages import SCRATCH_PAGE
 from akv_jax.config import RepositionMode
+from akv_jax.planning.active_set import ActiveSet
 from akv_jax.planning.plan import Moves
 from akv_jax.planning.restore import compute_set
 from akv_jax.planning.versions import Places, Versions
@@ -113,13 +114,18 @@ class Sequence:
         window: int | None,
         mode: RepositionMode,
         logits_at: tuple[int, ...] = (),
+        coming: ActiveSet | None = None,
     ) -> None:
-        """`logits_at`: logical indices of prompt tokens whose logits are asked for beside the last one's."""
+        """`logits_at`: logical indices of prompt tokens whose logits are asked for beside the last one's. `coming`:
+        what somebody else puts into pages of its own before its first step (see `filled`)."""
         self.timeline, self.match, self.mode = timeline, match, mode
         self.wanted = np.unique(np.array([*logits_at, timeline.count - 1], np.int32))
-        self.compute = compute_set(timeline, match.pages >= 0, self.wanted, window)
+        resident = match.pages >= 0
+        if coming is not None:
+            resident[coming.indices] = True
+        self.compute = compute_set(timeline, resident, self.wanted, window)
         #: How many of them the cache remembers but had to give up (DESIGN A6).
-        self.restored = int(((self.compute < match.known) & (match.pages[self.compute] < 0)).sum())
+        self.restored = int(((self.compute < match.known) & ~resident[self.compute]).sum())
         self.cursor = 0
         self.forwards = 0
         self._page_of, self._encoded = match.pages.copy(), match.encoded.copy()
@@ -129,6 +135,12 @@ class Sequence:
         #: Of pages in the cache: the last epoch whose queries read them or copies made from them.
         self._read_until = np.full(timeline.count, NEVER, np.int32)
         self._decode_list: _DecodeList | None = None
+        self._coming = coming
+        if coming is not None:
+            births = coming.where(coming.births)
+            self._page_of[births.indices], self._private[births.indices] = births.pages, True
+            if self.versions is not None:
+                self.versions.receive(coming.where(~coming.births))
 
     @property
     def remaining(self) -> int:
@@ -162,6 +174,30 @@ class Sequence:
             self.versions.expect(epoch, view.indices[new], view.positions[new], found[new])
             last[view.indices[new]] = found[new]
         self._read_until[matched] = until[matched]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last view is placed: every later query reads that, and what is generated."""
+        return self._decode_list is not None
+
+    def active_set(self) -> ActiveSet:
+        """Every entry that later queries read and that has been computed, where they read it."""
+        view = self.timeline.view(self.timeline.num_epochs - 1, self.timeline.count - self.remaining)
+        pages, positions = self._page_of[view.indices], self._encoded[view.indices]
+        births = positions == self.timeline.birth[view.indices]
+        if self.versions is not None:
+            copied = self.versions.page[view.indices] >= 0
+            pages = np.where(copied, self.versions.page[view.indices], pages)
+            positions = np.where(copied, self.versions.position[view.indices], positions)
+            births &= ~copied
+        return ActiveSet(view.indices, pages, positions, births).where(pages >= 0)
+
+    def filled(self) -> None:
+        """What was coming is there."""
+        assert self._coming is not None
+        self._computed[self._coming.indices[self._coming.births]] = True
+        if self.versions is not None:
+            self.versions.written(self._coming.indices[~self._coming.births])
 
     def append(self, token: int) -> None:
         """A sampled token becomes the next query."""

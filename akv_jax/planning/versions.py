@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from akv_jax.planning.active_set import ActiveSet
 from akv_jax.planning.visibility import View
 
 #: Logical indices, and the positions of their versions: int32 [entries] each.
@@ -40,6 +41,14 @@ class Versions:
         """From `epoch` on, these leased pages are read; called once for each page, in the order of epochs."""
         if len(indices):
             self._coming[epoch] = indices, positions, pages
+
+    def receive(self, coming: ActiveSet) -> None:
+        """These are its own pages, which somebody else fills; `written` says when."""
+        self._put(coming.indices, coming.positions, coming.pages, own=True)
+
+    def written(self, indices: np.ndarray) -> None:
+        """The pages of these entries have K and V in them."""
+        self._written[indices] = True
 
     def grow(self, room: int) -> None:
         """Make room for that many more tokens."""

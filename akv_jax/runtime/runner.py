@@ -22,6 +22,7 @@ from akv_jax.models.decoder import Params, Pool, kernels
 from akv_jax.models.rope import rotary_table
 from akv_jax.planning.plan import NO_MOVES, Segment, StepPlan
 from akv_jax.runtime.batch import StepBatch, build
+from akv_jax.runtime.page_blocks import PageBlocks
 from akv_jax.runtime.placement import Placement
 from akv_jax.runtime.sampling import Adjustment, Sampled, SamplingBatch, sample
 from akv_jax.runtime.step import Step, compile_step
@@ -198,6 +199,23 @@ class Runner:
                     pools[layer] = _put(pools[layer], there, self.placement.slot_rows(padded))
         finally:
             self._pool = Pool(tuple(keys), tuple(values))
+
+    @functools.cached_property
+    def page_blocks(self) -> PageBlocks:
+        """Compiled when they are first asked for: only transfers between pools need them."""
+        return PageBlocks(self.placement, self._pool)
+
+    def copy_out(self, pages: np.ndarray) -> list[jax.Array]:
+        """What int32 [pages] hold, as blocks beside the pool (`transfer.PageCopier`)."""
+        return self.page_blocks.out_of(self._pool, pages)
+
+    def bring(self, blocks: list[jax.Array]) -> list[jax.Array]:
+        """Another runner's blocks on this one's devices, once they are there."""
+        return self.page_blocks.bring(blocks)
+
+    def copy_in(self, pages: np.ndarray, blocks: list[jax.Array]) -> None:
+        """Put such blocks into int32 [pages]."""
+        self._pool = self.page_blocks.into(self._pool, pages, blocks)
 
     def _run(self, plan: StepPlan, rows: int) -> jax.Array:
         batch = self._build(plan, rows)
