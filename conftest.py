@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parent
@@ -15,6 +16,8 @@ GROUPS = {
     "tests/test_soak.py": "two layers",
     "tests/test_pressure.py": "two layers",
     "spec/test_conformance.py": "conformance",
+    "spec/test_conformance_sharded.py": "sharded",
+    "tests/runtime/test_sharded_runner.py": "sharded",
     "tests/models/test_smollm2.py": "SmolLM2",
     "tests/models/test_load.py": "SmolLM2",
     "tests/test_engine.py": "tiny engines",
@@ -26,6 +29,20 @@ GROUPS = {
     "tests/cache/test_persistence.py": "tiny engines",
     "tests/kernels": "kernels",
 }
+
+
+#: Virtual devices of every process, for the tests that lay a model over several (DESIGN R5). The others take the first,
+#: and neither compile nor run slower for the rest.
+DEVICES = 8
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tp", type=int, metavar="N", help="spec/test_conformance.py: lay the models over N devices")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Devices must be asked for before anything looks at them."""
+    jax.config.update("jax_num_cpu_devices", max(DEVICES, config.getoption("--tp") or 1))
 
 
 def group_of(item: pytest.Item) -> str:
