@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
 import pytest
+
+from akv_jax.config import Disaggregation
 
 ROOT = Path(__file__).parent
 #: By file or folder; a file that is not named is a group of its own. The largest come first, so that the processes end
@@ -16,6 +19,8 @@ GROUPS = {
     "tests/test_pressure.py": "two layers",
     "tests/test_disaggregated": "two layers",
     "spec/test_conformance.py": "conformance",
+    "spec/test_conformance_sharded.py": "sharded",
+    "tests/runtime/test_sharded_runner.py": "sharded",
     "tests/models/test_smollm2.py": "SmolLM2",
     "tests/models/test_load.py": "SmolLM2",
     "tests/test_engine.py": "tiny engines",
@@ -29,23 +34,25 @@ GROUPS = {
 }
 
 
+#: Virtual devices of every process, for the tests that lay a model over several (DESIGN R5). The others take the first,
+#: and neither compile nor run slower for the rest.
+DEVICES = 8
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tp", type=int, metavar="N", help="spec/test_conformance.py: lay the models over N devices")
     parser.addoption(
         "--disaggregation",
         metavar="prefill=N,decode=M",
-        help="spec/test_conformance.py: prefill and decode on that many (virtual) devices each",
+        help="spec/test_conformance.py: prefill and decode on that many devices each",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Virtual devices must be asked for before the first one is looked at."""
+    """Devices must be asked for before anything looks at them."""
     split = config.getoption("--disaggregation")
-    if split is not None:
-        import jax
-
-        from akv_jax.config import Disaggregation
-
-        jax.config.update("jax_num_cpu_devices", Disaggregation.parse(split).devices)
+    wanted = max(config.getoption("--tp") or 1, Disaggregation.parse(split).devices if split else 1)
+    jax.config.update("jax_num_cpu_devices", max(DEVICES, wanted))
 
 
 def group_of(item: pytest.Item) -> str:

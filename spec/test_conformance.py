@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -130,15 +130,16 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEn
     # Long runs do not save on compiling.
     quick = not any(item.get_closest_marker("long") for item in items)
     with tiny_engine.quick_compiles(quick), ThreadPoolExecutor(max_workers=1) as pool:
-        yield {(name, mode): pool.submit(_warm, name, mode, split) for name, mode in wanted}
+        devices = request.config.getoption("--tp")
+        yield {case: pool.submit(_warm, *case, split, devices) for case in wanted}
         pool.shutdown(cancel_futures=True)
 
 
-def _warm(name: str, mode: RepositionMode, split: Disaggregation | None) -> TinyEngine:
+def _warm(name: str, mode: RepositionMode, split: Disaggregation | None, devices: int | None) -> TinyEngine:
     config = varieties()[name]
     params = random_params(config, seed=7)
     if split is None:
-        tiny = TinyEngine(config, params, reposition=mode)
+        tiny = TinyEngine(config, params, devices, reposition=mode)
     else:
         tiny = TinySides(config, params, split, reposition=mode)
     tiny_engine.run(tiny.engine(), [tiny_engine.score("first", (Append((0,)),))])
@@ -207,7 +208,7 @@ def test_retraction(engines, models, name: str, mode: RepositionMode) -> None:
     assert engine.stats().preemptions_total > 0
 
 
-def conforms(tiny: TinyEngine, model: Model, examples: int) -> None:
+def conforms(tiny: TinyEngine, model: Model, examples: int, smallest_chunk: int = 1) -> None:
     """Run that many batches."""
 
     @settings(
@@ -218,6 +219,7 @@ def conforms(tiny: TinyEngine, model: Model, examples: int) -> None:
     )
     @given(BATCHES)
     def batch_conforms(batch: Batch) -> None:
+        batch = replace(batch, chunk=max(batch.chunk, smallest_chunk))
         note(f"{model.config.name}, {tiny.settings.reposition}")
         results = [run(model, asked.history) for asked in batch.asked]
         engine = engine_of(tiny, batch, results)
