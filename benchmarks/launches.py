@@ -45,7 +45,8 @@ class Launch:
     queries: int = 1
     segments: int = 1
     window: int | None = None
-    #: Entries of one shift in a row, with a shift for every run; None promises that there are no shifts (C8).
+    #: Entries of one shift in a row, with a shift for every run; 0 has no shift where some are allowed, and None
+    #: promises that there are none (C8).
     run: int | None = None
     tile: int = 128
 
@@ -110,15 +111,15 @@ def batch_of(launch: Launch, num_pages: int, seed: int = 0) -> SegmentBatch:
             count, before = min(own, size - start), len(one) - size + start
             tasks.append((index * size + start, count, int(firsts[index]), before + count, before + 1))
     padding = np.zeros(LIST_PADDING, np.int32)
-    columns = [np.concatenate([*column, padding]) for column in (lists, positions, shifts)]
+    columns: list[Any] = [np.concatenate([*column, padding]) for column in (lists, positions, shifts)]
     stops = np.append(np.flatnonzero(np.diff(columns[2])) + 1, len(columns[2])).astype(np.int32)
-    columns.append(np.repeat(stops, np.diff(stops, prepend=0)))
-    return SegmentBatch(*columns, query_positions, _tasks(rows, room=1), _tasks(tiles))  # pyright: ignore[reportArgumentType]
+    columns += [np.repeat(stops, np.diff(stops, prepend=0)), query_positions, _tasks(rows, room=1), _tasks(tiles)]
+    return SegmentBatch(*columns)
 
 
 def _shifts(entries: int, run: int | None) -> np.ndarray:
     """Runs with shifts 0, -run, -2 run, …: as if before each run as much had been dropped."""
-    return np.zeros(entries, np.int32) if run is None else -(np.arange(entries, dtype=np.int32) // run * run)
+    return -(np.arange(entries, dtype=np.int32) // run * run) if run else np.zeros(entries, np.int32)
 
 
 def _tasks(tasks: list[tuple[int, ...]], room: int = 0) -> Lists:
@@ -185,3 +186,40 @@ def moves_of(count: int, num_pages: int, run: int = 500, seed: int = 0) -> MoveB
 def rotation_of(shape: Shape) -> Rotation:
     """Half-split over the whole head."""
     return Rotation(shape.num_kv_heads, shape.head_dim)
+
+
+def attention_launches(gpu: bool) -> dict[str, Launch]:
+    """What is timed, by name: on a GPU the sizes that it is for, elsewhere what a CPU serves."""
+    if not gpu:
+        return {
+            "SmolLM2 decode 8 x 2k": Launch(SMOLLM2, 8, 1999),
+            "SmolLM2 decode 8 x 2k, runs of 500": Launch(SMOLLM2, 8, 1999, run=500),
+            "SmolLM2 prefill 2k": Launch(SMOLLM2, queries=2048),
+            "SmolLM2 restore 8 x 512": Launch(SMOLLM2, queries=4096, segments=8),
+            "Qwen3 decode 8 x 2k": Launch(QWEN3, 8, 1999),
+            "Qwen3 prefill 2k": Launch(QWEN3, queries=2048),
+        }
+    kinds = {"Qwen3": (QWEN3, None), "GPT-OSS": (GPT_OSS, None), "GPT-OSS window": (GPT_OSS, 128)}
+    found: dict[str, Launch] = {}
+    for name, (shape, window) in kinds.items():
+        for batch in (16, 64):
+            for context in (4, 32, 96):
+                launch = Launch(shape, batch, context * 1024 - 1, window=window)
+                found[f"{name} decode {batch} x {context}k"] = launch
+        for segments in (1, 8, 32):
+            launch = Launch(shape, 1, 32 * 1024, 8192, segments, window)
+            found[f"{name} prefill 8k in {segments} over 32k"] = launch
+    for run in (100, 500):
+        found[f"GPT-OSS decode 16 x 32k, runs of {run}"] = Launch(GPT_OSS, 16, 32 * 1024 - 1, run=run)
+    return found
+
+
+def move_launches(gpu: bool) -> dict[str, tuple[Shape, int]]:
+    """Repositions that are timed: a model's shape and how many pages move."""
+    count = 96 * 1024 if gpu else 4096
+    return {f"{shape.name} {count // 1024}k moves": (shape, count) for shape in (QWEN3, GPT_OSS if gpu else SMOLLM2)}
+
+
+def moved_bytes(shape: Shape, count: int, itemsize: int) -> int:
+    """K and V of every source read, of every target written."""
+    return 4 * count * shape.num_kv_heads * shape.head_dim * itemsize

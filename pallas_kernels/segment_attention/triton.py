@@ -175,8 +175,12 @@ def launch(kind: Kind, operands: Operands, tasks: Lists, out: Array, attention: 
 
 
 def _launch_both(operands: Operands, attention: Attention, *, interpret: bool) -> Array:
+    only_rows = operands.batch.tiles.query.shape[0] == 0
+    if only_rows:
+        # Empty arrays are no operands for Pallas.
+        operands = operands._replace(batch=operands.batch._replace(tiles=operands.batch.rows))
     out = launch("rows", operands, operands.batch.rows, jnp.zeros_like(operands.q), attention, interpret=interpret)
-    if operands.batch.tiles.query.shape[0] == 0:
+    if only_rows:
         return out
     return launch("tiles", operands, operands.batch.tiles, out, attention, interpret=interpret)
 
