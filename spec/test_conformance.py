@@ -121,7 +121,8 @@ BATCHES = st.builds(
 @pytest.fixture(scope="module")
 def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEngine]]]:
     """A warm engine of each case that this session tests, compiled one after another while others are tested."""
-    items = [i for i in request.session.items if isinstance(i, pytest.Function) and "engines" in i.fixturenames]
+    items = [i for i in request.session.items if isinstance(i, pytest.Function) and i.path == request.path]
+    items = [item for item in items if "engines" in item.fixturenames]
     wanted: dict[Any, None] = dict.fromkeys(
         (item.callspec.params["name"], item.callspec.params["mode"]) for item in items
     )
