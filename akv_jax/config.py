@@ -113,8 +113,10 @@ class Disaggregation:
     @staticmethod
     def parse(text: str) -> Disaggregation:
         """Of "prefill=4,decode=4". ValueError if it is nothing like that."""
-        counts = {name.strip(): count for name, _, count in (part.partition("=") for part in text.split(","))}
-        if counts.keys() != {"prefill", "decode"} or not all(c.isdecimal() and int(c) for c in counts.values()):
+        parts = [part.partition("=") for part in text.split(",")]
+        counts = {name.strip(): count for name, _, count in parts}
+        named = len(parts) == 2 and counts.keys() == {"prefill", "decode"}
+        if not named or not all(count.isdecimal() and int(count) for count in counts.values()):
             raise ValueError(f"expected prefill=N,decode=M, each 1 or more, found {text!r}")
         return Disaggregation(int(counts["prefill"]), int(counts["decode"]))
 

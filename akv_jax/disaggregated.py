@@ -11,6 +11,7 @@ Steps and copies run in lanes (`runtime/lanes.py`); this thread plans, and waits
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -240,9 +241,7 @@ class DisaggregatedEngine:
                 self._outputs.append(self._works.exhausted(job, self.decode.config.num_pages))
                 self._end(self.prefill, job)
                 continue
-            if self._to_decode.in_flight and self._to_decode.in_flight + len(held) > MOST_IN_FLIGHT:
-                return
-            moving = self.decode.scheduler.receive(job, held)
+            moving = self.decode.scheduler.receive(job, held, _most(self._to_decode))
             if moving is None:
                 return
             job.hold = "moving"
@@ -278,9 +277,7 @@ class DisaggregatedEngine:
         there is none. The client has its answer already, or has gone."""
         assert job.sequence is not None
         held = job.sequence.active_set()
-        moving = None
-        if self._to_prefill.in_flight + len(held) <= MOST_IN_FLIGHT or not self._to_prefill.in_flight:
-            moving = self.prefill.scheduler.expect(job, held)
+        moving = self.prefill.scheduler.expect(job, held, _most(self._to_prefill))
         if moving is None:
             self.decode.scheduler.finish(job)
             return
@@ -299,3 +296,8 @@ class DisaggregatedEngine:
         self.prefill.scheduler.lost(moving)
         if moving.job.sequence is not None:
             self.decode.scheduler.finish(moving.job)
+
+
+def _most(link: Link) -> int:
+    """How many pages may be sent now: alone, a transfer may be of any size."""
+    return MOST_IN_FLIGHT - link.in_flight if link.in_flight else sys.maxsize

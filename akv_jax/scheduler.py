@@ -253,8 +253,9 @@ class Scheduler:
         job.peak = self._peak(job.timeline, ())
         bisect.insort(self.waiting, job, key=lambda j: j.arrival)
 
-    def receive(self, job: Job, held: ActiveSet) -> Moving | None:
-        """Take in what another side has computed, all that is active of it, or None if there is no room now.
+    def receive(self, job: Job, held: ActiveSet, most: int) -> Moving | None:
+        """Take in what another side has computed, all that is active of it, or None if there is no room now, or if more
+        than `most` pages would have to come.
 
         The new job is moving until `filled`. What this side's cache has just where it is read is leased and need not
         come.
@@ -265,6 +266,9 @@ class Scheduler:
             return None
         match, lacking = self._found(job.timeline, job.salt, held)
         source = held.where(lacking)
+        if len(source) > most:
+            self.cache.release(match, job.timeline)
+            return None
         target = replace(source, pages=self._allocate(len(source)))
         sequence = Sequence(job.timeline, match, window=self.window, mode=self.config.reposition, coming=target)
         assert sequence.compute.tolist() == [job.timeline.count - 1], "only the last token is left to compute"
@@ -279,15 +283,16 @@ class Scheduler:
         job.sequence.filled()
         job.hold = None
 
-    def expect(self, job: Job, held: ActiveSet) -> Moving | None:
-        """Make room for what the cache lacks of these entries of another side's job; None if there is none or nothing.
+    def expect(self, job: Job, held: ActiveSet, most: int) -> Moving | None:
+        """Make room for what the cache lacks of these entries of another side's job, at most so many pages; None if
+        there is none or nothing.
 
         Leased pages are never touched for it. `arrived` or `lost` ends it.
         """
         match, lacking = self._found(job.timeline, job.salt, held)
         self.cache.release(match, job.timeline)
         source = held.where(lacking)
-        if not len(source) or len(source) > self._room() or self.config.disable_radix_cache:
+        if not len(source) or len(source) > min(most, self._room()) or self.config.disable_radix_cache:
             return None
         moving = Moving(job, source, replace(source, pages=self._allocate(len(source))))
         self._returning.append(moving)

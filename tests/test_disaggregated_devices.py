@@ -21,7 +21,15 @@ def test_the_flag() -> None:
     """Wrong ones are named, with what was expected."""
     assert Disaggregation.parse("prefill=4,decode=2") == Disaggregation(4, 2)
     assert Disaggregation.parse("decode=1, prefill=3").devices == 4
-    for text in ("", "4,4", "prefill=4", "prefill=0,decode=4", "prefill=4,decode=-1", "prefill=4,decode=4,extra=1"):
+    for text in (
+        "",
+        "4,4",
+        "prefill=4",
+        "prefill=0,decode=4",
+        "prefill=4,decode=-1",
+        "prefill=4,decode=4,extra=1",
+        "prefill=1,prefill=4,decode=4",
+    ):
         with pytest.raises(ValueError, match=r"expected prefill=N,decode=M, each 1 or more, found"):
             Disaggregation.parse(text)
         with pytest.raises(SystemExit):

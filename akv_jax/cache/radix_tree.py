@@ -70,13 +70,14 @@ class RadixCache:
             pages[start : start + length] = node.any_version(slice(length))
             end = start + length
             derived += [version[:length] for shift, version in node.versions.items() if shift]
-        first = min(_first_hole(pages), timeline.count - 1 if looked_at is None else looked_at)
+        first = _first_query(timeline, pages < 0, timeline.count - 1 if looked_at is None else looked_at)
         unread = np.flatnonzero((timeline.dropped[: timeline.count] <= timeline.epoch_of(first)) & (pages >= 0))
         passed, pages[unread] = pages[unread], -1
         receipt = next(self._receipts)
         self._leases[receipt] = _NO_TOKENS
         self._lease(receipt, pages[pages >= 0])
-        self._leave(np.concatenate([passed, *derived]), timeline)
+        # By recency alone, what is on the path has been used, and what is a version of it has not.
+        self._leave(passed if self._eviction == "lru" else np.concatenate([passed, *derived]), timeline)
         encoded = timeline.birth[: timeline.count] + np.where(pages >= 0, self._shift[pages], 0)
         return MatchResult(pages, encoded, receipt, end)
 
@@ -207,6 +208,9 @@ class RadixCache:
         idle = self._idle.idle(np.arange(len(self._owner)))
         if not np.array_equal(idle, (self._owner >= 0) & (references == 0)) or idle.sum() != len(self._idle):
             raise PageError("the pages that may be evicted are not those that nobody leases")
+        order = self._idle.order()
+        if len(order) != len(self._idle) or np.bincount(order, minlength=1).max() > 1:
+            raise PageError("a page is queued for eviction twice, or not at all")
 
     # -- as plain values ---------------------------------------------------------------------------------------------
 
@@ -282,7 +286,8 @@ class RadixCache:
 
     def _leave(self, pages: np.ndarray, timeline: Timeline) -> None:
         """Of versions on its path, a history leaves behind what it has dropped, or reads somewhere else (C5)."""
-        pages = pages[pages >= 0]
+        # What is passed over may be a derived version itself, where a birth has gone.
+        pages = self._without(pages[pages >= 0], _NO_TOKENS)
         pages = pages[self._idle.idle(pages)]
         if self._eviction == "drop_aware":
             # What had been left behind before stays where it is in the order.
@@ -470,7 +475,12 @@ class RadixCache:
         return held
 
 
-def _first_hole(pages: np.ndarray) -> int:
-    """The first index without a page, or one past the last."""
-    missing = pages < 0
-    return int(missing.argmax()) if missing.any() else len(pages)
+def _first_query(timeline: Timeline, missing: np.ndarray, looked_at: int) -> int:
+    """The first query that is computed where the tokens from `looked_at` on, or some of them, are looked at (C6)."""
+    dropped, first = timeline.dropped[: timeline.count], looked_at
+    needed = missing & (dropped == NEVER)
+    while needed.any():
+        first = min(first, int(needed.argmax()))
+        # What that query reads is computed before it.
+        needed = missing[:first] & (dropped[:first] > timeline.epoch_of(first))
+    return first

@@ -50,9 +50,11 @@ class ThreadLanes:
         self._threads[lane].submit(work).add_done_callback(ended)
 
     def wait(self) -> None:
-        told = [self._ended.get()]
-        while not self._ended.empty():
-            told.append(self._ended.get())
-        for then in told:
+        # One at a time: should one of them raise, the others are still to come.
+        then = self._ended.get()
+        while True:
             self.pending -= 1
             then()
+            if self._ended.empty():
+                return
+            then = self._ended.get()

@@ -56,7 +56,8 @@ class Link:
     ) -> None:
         """Copy pages `source` to pages `target`, int32 [pages] each.
 
-        `left` is called when the source pages are no longer needed, then `ended`; or `ended` alone, with the error.
+        `left` is called when the source pages are no longer needed, then `ended`, with an error if the target could not
+        take them. If it comes to nothing before that, `ended` alone is called, with the error.
         """
         if not len(source):
             left()

@@ -339,6 +339,21 @@ def test_what_no_query_reads_is_not_leased() -> None:
     simulation.drain()
 
 
+def test_a_hole_that_nobody_needs_makes_nothing_leased() -> None:
+    """C4, C6: what was dropped long ago is evicted first; what was dropped later stays unleased all the same."""
+    simulation = SharingSimulation(num_pages=100)
+    history = (Append(tuple(range(10))), Drop(frozenset(range(2, 6))), Append((10, 11)))
+    simulation.submit(history)
+    while simulation.live:
+        simulation.step()
+    assert simulation.cache.evict(1) == 1
+    timeline = Timeline((*history, Drop(frozenset({6, 10})), Append((12,))))
+    match = simulation.cache.match(timeline, "")
+    assert np.flatnonzero(match.pages >= 0).tolist() == [0, 1, 7, 8, 9, 11]
+    simulation.cache.release(match, timeline)
+    simulation.drain()
+
+
 def test_memory_of_paths_is_bounded() -> None:
     """C5: tombstones included."""
     simulation = SharingSimulation(num_pages=60, max_tokens=100)

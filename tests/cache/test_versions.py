@@ -8,7 +8,7 @@ import pytest
 from akv_jax.cache.eviction import EvictionClass
 from akv_jax.cache.pages import PagePool
 from akv_jax.cache.radix_tree import RadixCache
-from akv_jax.config import EngineConfig
+from akv_jax.config import EngineConfig, EvictionPolicy
 from akv_jax.planning.visibility import Timeline
 from akv_jax.scheduler import Scheduler
 from spec.operations import Append, Drop, History, Reposition
@@ -251,3 +251,24 @@ def test_scattered_drops_cut_a_run_rather_than_fill_memory() -> None:
     cache.release(match, timeline)
     assert cache.flush() == moved.sum() and cache.remembered == 0
     cache.check()
+
+
+@pytest.mark.parametrize("eviction", ["drop_aware", "lru"])
+def test_a_derived_version_that_nobody_reads_any_more_goes_once(eviction: EvictionPolicy) -> None:
+    """C5, C7: a drop passes over a derived version whose birth was evicted before."""
+    pool = PagePool(20)
+    cache = RadixCache(pool, reposition="copy", eviction=eviction)
+    before = (Append((1, 2, 3, 4)), Drop(frozenset({0})), Reposition(), Append((5,)))
+    births, copies = pool.allocate(5), pool.allocate(3)
+    assert not len(cache.keep(Timeline(before), "", births))
+    moved, positions = np.array([-1, *copies, -1], np.int32), np.array([0, 0, 1, 2, 3], np.int32)
+    assert not len(cache.keep(Timeline(before), "", moved, positions))
+    assert cache.evict(3) == 3
+    after = Timeline((*before, Drop(frozenset({1, 2})), Append((7, 8))))
+    match = cache.match(after, "")
+    cache.check()
+    cache.release(match, after)
+    cache.check()
+    assert cache.evict(2) == 2
+    cache.check()
+    assert cache.flush() == 3 and pool.counts().free == 20
