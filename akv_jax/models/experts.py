@@ -31,8 +31,9 @@ def mixture(
         assert axis is not None
         experts = experts - lax.axis_index(axis) * here
         experts = jnp.where((experts >= 0) & (experts < here), experts, here)
-    order = jnp.argsort(experts, stable=True)
-    sizes = jnp.bincount(experts, length=here).astype(jnp.int32)
+    place, sizes = _sorted_places(experts, here)
+    # XLA sorts on a GPU in dozens of kernels, and compiles them anew for every layer: counting takes a few.
+    order = jnp.zeros_like(place).at[place].set(jnp.arange(len(place), dtype=jnp.int32), unique_indices=True)
 
     def project(name: str, rows: Array) -> Array:
         weight, bias = weights[f"experts_{name}"], weights.get(f"experts_{name}_bias")
@@ -43,9 +44,20 @@ def mixture(
 
     rows = x.astype(weights["experts_gate"].dtype)[order // moe.experts_per_token]
     out = project("down", activate(moe, project("gate", rows), project("up", rows)))
-    # Where each token's rows came to be.
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
     return (out[place.reshape(chosen.shape)] * shares[..., None]).sum(axis=1)
+
+
+def _sorted_places(groups: Array, count: int) -> tuple[Array, Array]:
+    """Where each element [N] comes to be in a stable sort by group, and sizes [count] of all groups but the last.
+
+    Groups are 0 .. `count`.
+    """
+    member = (groups[:, None] == jnp.arange(count + 1)[None, :]).astype(jnp.int32)
+    seen = jnp.cumsum(member, axis=0)
+    sizes = seen[-1]
+    # Before it are all of lower groups, and those of its own that come earlier.
+    start = jnp.cumsum(sizes) - sizes
+    return ((start[None, :] + seen - 1) * member).sum(axis=1), sizes[:count]
 
 
 def activate(moe: MoE, gate: Array, up: Array) -> Array:

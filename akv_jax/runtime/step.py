@@ -116,19 +116,30 @@ class WholeStep:
         """Of `params`, `tables` and `pool` only shapes and shardings count."""
         self._mesh, self._packing = mesh, packing
         axis = None if mesh is None else MODEL
+        # Layers share tables, and an argument that is there once for each of them counts as often.
+        kinds = list(dict.fromkeys(layer.rotary for layer in config.layers))
+        uses = [kinds.index(layer.rotary) for layer in config.layers]
+        self._firsts = [uses.index(kind) for kind in range(len(kinds))]
 
         def function(params: Params, tables: Sequence[RotaryTable], pool: Pool, packed: Packed) -> Any:
-            return forward(config, kernels, params, tables, pool, packing.unpack(packed), tile=tile, axis=axis)
+            each = [tables[kind] for kind in uses]
+            return forward(config, kernels, params, each, pool, packing.unpack(packed), tile=tile, axis=axis)
 
         pools: Any = (POOL_SPEC,) * config.num_layers
         results = (EVERYWHERE, Pool(pools, pools))
-        self.compiled = compile_for(mesh, function, (params, tables, pool, packing.shapes), results, donate=(2,))
+        arguments = params, self._distinct(tables), pool, packing.shapes
+        self.compiled = compile_for(mesh, function, arguments, results, donate=(2,))
 
     def __call__(
         self, params: Params, tables: Sequence[RotaryTable], pool: Pool, batch: StepBatch
     ) -> tuple[jax.Array, Pool]:
         packed = self._packing.pack(batch)
-        return self.compiled(params, tables, pool, packed if self._mesh is None else everywhere(self._mesh, packed))
+        packed = packed if self._mesh is None else everywhere(self._mesh, packed)
+        return self.compiled(params, self._distinct(tables), pool, packed)
+
+    def _distinct(self, tables: Sequence[RotaryTable]) -> tuple[RotaryTable, ...]:
+        """Of one table a layer, each that differs once."""
+        return tuple(tables[layer] for layer in self._firsts)
 
 
 class LayeredStep:
