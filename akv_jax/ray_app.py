@@ -61,6 +61,7 @@ class Replica:
         self._seat = str(context.rank.rank)
         self._settings = settings
         self._log: FilteringBoundLogger = create_logger(settings.log_level)
+        self._log.info("replica starts", seat=self._seat, pid=os.getpid(), code=__file__)
         folder = None
         if arguments.cache_dir is not None:
             folder = Path(arguments.cache_dir).expanduser() / f"replica-{self._seat}"

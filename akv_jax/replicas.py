@@ -59,25 +59,30 @@ def serve_replicas(
     cluster = Cluster(arguments, settings, environment, RayReplicas())
     server = QuietServer(server_config(create_front(cluster.replicas, settings), settings), cluster.drain)
 
+    started, ended = threading.Event(), threading.Event()
+
     def start() -> None:
         try:
             cluster.start()
-        except BaseException as error:
-            cluster.failure = error
-            server.should_exit = True
-        else:
             if not server.should_exit:
                 greet(console, arguments, url_of(listener))
+        except BaseException as error:
+            if not server.should_exit:
+                cluster.failure = error
+            server.should_exit = True
+        started.set()
+        # Ray's processes end with the thread that has started them (Linux' parent death signal).
+        ended.wait()
 
-    starter = threading.Thread(target=start, daemon=True)
-    starter.start()
+    threading.Thread(target=start, daemon=True).start()
     server.run(sockets=[listener])
     # A second Ctrl-C does not wait for what is being stored.
     with contextlib.suppress(KeyboardInterrupt):
         cluster.end()
+    ended.set()
     if cluster.failure is not None:
         return _explain(cluster.failure, console)
-    if starter.is_alive():
+    if not started.is_set():
         # Stopped while loading: the thread waits for what does not come any more.
         sys.stderr.flush()
         os._exit(0)

@@ -86,12 +86,12 @@ def rank(key: str, seats: Sequence[str]) -> list[int]:
 def spill(ranked: Sequence[int], ongoing: Sequence[int], full: int) -> list[int]:
     """`ranked` as it should be tried, by how many requests each replica has `ongoing`, which `ranked` indexes.
 
-    Home comes first unless it has `full` requests, so that another would wait, and the emptier of the next two (the
-    power of two choices) has at most SPILL_SHARE as many. The same conversation spills to the same two, and comes home
-    when there is room again.
+    Home comes first unless it has more than `full` requests, so that some of them wait, and the emptier of the next two
+    (the power of two choices) has at most SPILL_SHARE as many. The same conversation spills to the same two, and comes
+    home when nobody waits there any more.
     """
     order = list(ranked)
-    if len(order) < 2 or ongoing[order[0]] < full:
+    if len(order) < 2 or ongoing[order[0]] <= full:
         return order
     other = min(order[1:3], key=lambda index: ongoing[index])
     if ongoing[other] > SPILL_SHARE * ongoing[order[0]]:
