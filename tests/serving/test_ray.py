@@ -171,6 +171,25 @@ def test_hanging_up_aborts_the_request(two: Command, stream: bool) -> None:
     assert sum(two.metric("requests_aborted_total")) == before + 1
 
 
+def test_a_full_home_spills(two: Command) -> None:
+    """One request runs at home, one waits; the others find the other replica empty, or wait too."""
+    first = home(two, "popular")
+    seen: list[str] = []
+
+    def one() -> None:
+        seen.append(two.chat(ask("popular"), max_tokens=100).headers["x-akv-replica"])
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join(60)
+    assert len(seen) == 4 and set(seen) == {"0", "1"}
+    assert seen.count(first) >= 2
+    eventually(lambda: home(two, "popular") == first, 10)
+
+
 def test_questions_to_all(two: Command) -> None:
     answer = two.http.post("/flush_cache").json()
     assert set(answer["replicas"]) == {"0", "1"} and answer["freed_pages"] == sum(answer["replicas"].values()) > 0
