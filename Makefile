@@ -19,7 +19,7 @@ serve: $(VENV)/.serve
 
 # On Ray: docs/replicas.md.
 serve-replicas: $(VENV)/.ray
-	$(RUN) akv_jax.serve --replicas $(REPLICAS) $(ARGS)
+	$(RUN) akv_jax.serve --replicas $(REPLICAS) --tp $(TP) $(ARGS)
 
 test: $(VENV)/.test
 	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadgroup

@@ -6,17 +6,19 @@ HTTP listens first, as without replicas; Ray and the replicas start beside it, i
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import importlib.util
 import logging
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -57,13 +59,13 @@ def serve_replicas(
     from serving.replicas.front import create_front
 
     cluster = Cluster(arguments, settings, environment, RayReplicas())
-    server = QuietServer(server_config(create_front(cluster.replicas, settings), settings), cluster.drain)
+    server = FrontServer(server_config(create_front(cluster.replicas, settings), settings), cluster.drain)
 
     started, ended = threading.Event(), threading.Event()
 
     def start() -> None:
         try:
-            cluster.start()
+            cluster.start(server.take_signals_back)
             if not server.should_exit:
                 greet(console, arguments, url_of(listener))
         except BaseException as error:
@@ -89,6 +91,23 @@ def serve_replicas(
     return 0
 
 
+class FrontServer(QuietServer):
+    """A server whose signals are its own."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def take_signals_back(self) -> None:
+        """Ray sets handlers for its own crash reports, with which SIGTERM would end the process at once."""
+
+        def take() -> None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.handle_exit)
+
+        self._loop.call_soon_threadsafe(take)
+
+
 class Cluster:
     """Ray, and the replicas on it."""
 
@@ -102,7 +121,7 @@ class Cluster:
         self._drained = threading.Event()
         self._drained.set()
 
-    def start(self) -> None:
+    def start(self, ray_started: Callable[[], None]) -> None:
         """Start all and wait until every replica is ready; the first may serve long before.
 
         Raises:
@@ -124,6 +143,7 @@ class Cluster:
             )
         except ConnectionError as error:
             raise StartError(f"--ray-address {self._arguments.ray_address}: {error}") from error
+        ray_started()
         gpus = self._gpus(ray.cluster_resources())
         quiet = {"enable_access_log": False, "log_level": "WARNING"}
         serve.start(proxy_location="Disabled", logging_config=quiet)
@@ -138,7 +158,9 @@ class Cluster:
         arguments = self._arguments
         gpus = arguments.gpus_per_replica
         if gpus is None:
-            gpus = arguments.tp if resources.get("GPU") else 0
+            split = arguments.disaggregation
+            devices = arguments.tp if split is None else split.prefill + split.decode
+            gpus = devices if resources.get("GPU") else 0
         for name, each in (("cpus", arguments.cpus_per_replica), ("gpus", gpus)):
             wanted, there = each * arguments.replicas, resources.get(name[:-1].upper(), 0)
             if self._own and wanted > there:

@@ -146,7 +146,7 @@ def argument_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="that Ray sets aside, or 0 (%(default)s)",
     )
-    add("--gpus-per-replica", type=_share, metavar="N", help="that Ray gives each (default: --tp, or 0 without GPUs)")
+    add("--gpus-per-replica", type=_share, metavar="N", help="that Ray gives each (default: one a device, if any)")
     add("--ray-address", default="local", metavar="ADDR", help="a running Ray cluster's (default: start one here)")
     return parser
 
