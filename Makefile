@@ -6,14 +6,20 @@ VENV ?= .venv
 ARGS ?=
 # Devices to lay the model over: make serve TP=4
 TP ?= 1
+# Engines behind one address: make serve-replicas REPLICAS=2
+REPLICAS ?= 2
 # A process a core runs the tests: BLAS threads would only fight over the cores with XLA's.
 TEST_ENV = OPENBLAS_NUM_THREADS=1 JAX_PLATFORMS=cpu
 RUN = $(VENV)/bin/python -m
 
-.PHONY: serve test test-long aot oracle lint types clean
+.PHONY: serve serve-replicas test test-long aot oracle lint types clean
 
 serve: $(VENV)/.serve
 	$(RUN) akv_jax.serve --tp $(TP) $(ARGS)
+
+# On Ray: docs/replicas.md.
+serve-replicas: $(VENV)/.ray
+	$(RUN) akv_jax.serve --replicas $(REPLICAS) --tp $(TP) $(ARGS)
 
 test: $(VENV)/.test
 	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
@@ -45,6 +51,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
 	$(RUN) pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.ray: pyproject.toml | $(VENV)/bin/python
+	$(RUN) pip install --quiet --editable '.[ray]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python

@@ -26,12 +26,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
     from akv_jax.async_engine import AsyncEngine
     from akv_jax.config import Disaggregation, EngineConfig, ModelConfig
     from akv_jax.engine import ServingEngine
     from akv_jax.models.load import LoadedModel
     from akv_jax.models.sharding import Layout
-    from serving.settings import Settings
+    from serving.settings import Environment, Settings
 
 #: Exit codes: a failure of ours, and the usual one for a bad command line, port or model.
 EXIT_FAILURE, EXIT_USAGE = 1, 2
@@ -86,6 +88,13 @@ def _split(text: str) -> Disaggregation:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, found {value}")
+    return value
+
+
 def argument_parser() -> argparse.ArgumentParser:
     """Flags are called what vLLM and SGLang call them."""
     parser = argparse.ArgumentParser(
@@ -129,13 +138,23 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--max-body-size", type=_positive, metavar="BYTES", help="largest request body, then 413 (default: no limit)")
     add("--seed", type=int, metavar="N", help="seed of requests that send none (default: random)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
+    add("--replicas", type=_positive, metavar="N", help="N servers behind one address, on Ray (docs/replicas.md)")
+    add(
+        "--cpus-per-replica",
+        type=_share,
+        default=1,
+        metavar="N",
+        help="that Ray sets aside, or 0 (%(default)s)",
+    )
+    add("--gpus-per-replica", type=_share, metavar="N", help="that Ray gives each (default: one a device, if any)")
+    add("--ray-address", default="local", metavar="ADDR", help="a running Ray cluster's (default: start one here)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
     from serving.logging import configure_process
-    from serving.settings import Environment, Settings
+    from serving.settings import Environment
 
     parser = argument_parser()
     arguments = parser.parse_args(argv)
@@ -146,32 +165,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = _cache_folder(parser, arguments)
     configure_process(arguments.log_level)
     environment = Environment.read()
-    settings = Settings(
+    settings = settings_of(arguments, environment)
+    try:
+        listener = listen(arguments.host, arguments.port)
+    except OSError as error:
+        parser.error(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
+    console = Console(stderr=True)
+    if arguments.replicas is not None:
+        from akv_jax.replicas import serve_replicas
+
+        return serve_replicas(arguments, settings, environment, listener, console)
+    return _serve(background_engine(arguments, environment.cache_dir, folder, console), settings, listener, console)
+
+
+def settings_of(arguments: argparse.Namespace, environment: Environment) -> Settings:
+    """The HTTP side's choices among the flags."""
+    from serving.settings import Settings
+
+    return Settings(
         served_model_name=arguments.served_model_name,
         api_key=arguments.api_key or environment.api_key,
         max_body_size=arguments.max_body_size,
         log_level=arguments.log_level,
     )
-    try:
-        listener = listen(arguments.host, arguments.port)
-    except OSError as error:
-        parser.error(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
+
+
+def background_engine(
+    arguments: argparse.Namespace, cache_dir: Path, kv_folder: Path | None, console: Console
+) -> AsyncEngine:
+    """The engine that the flags ask for, not started. Its cache is kept in `kv_folder`, where that is given."""
     # Imports JAX, which takes a while: not before the command line has proved right.
     from akv_jax import warm_start
     from akv_jax.async_engine import AsyncEngine
 
     def make_engine() -> ServingEngine:
-        engine = load_engine(arguments, environment.cache_dir)
-        if folder is not None:
-            warm_start.load(engine, folder)
+        engine = load_engine(arguments, cache_dir)
+        if kv_folder is not None:
+            warm_start.load(engine, kv_folder)
         return engine
 
     def finish(engine: ServingEngine) -> None:
-        if folder is not None:
-            warm_start.save(engine, folder)
+        if kv_folder is not None:
+            warm_start.save(engine, kv_folder)
 
-    console = Console(stderr=True)
-    return _serve(AsyncEngine(make_engine, WarmUpBar(console), finish), settings, listener, console)
+    return AsyncEngine(make_engine, WarmUpBar(console), finish)
 
 
 def _cache_folder(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Path | None:
@@ -218,12 +255,10 @@ class QuietServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, console: Console) -> int:
-    """Listen at once, load beside it, serve until a signal comes or the engine cannot start. Returns the exit code."""
-    from serving.app import create_app
-
-    config = uvicorn.Config(
-        create_app(engine, settings),
+def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """How `app` is served."""
+    return uvicorn.Config(
+        app,
         log_config=None,
         log_level="warning",
         access_log=False,
@@ -232,11 +267,16 @@ def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, con
         timeout_graceful_shutdown=round(settings.drain_seconds) + CUT_SECONDS,
     )
 
+
+def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, console: Console) -> int:
+    """Listen at once, load beside it, serve until a signal comes or the engine cannot start. Returns the exit code."""
+    from serving.app import create_app
+
     def drain() -> None:
         if engine.ready:
             engine.stop(settings.drain_seconds)
 
-    server = QuietServer(config, drain)
+    server = QuietServer(server_config(create_app(engine, settings), settings), drain)
 
     def greet() -> None:
         try:
@@ -244,7 +284,7 @@ def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, con
         except BaseException:
             server.should_exit = True
         else:
-            print_summary(console, engine, _url(listener), settings)
+            print_summary(console, engine, url_of(listener), settings)
 
     engine.start()
     greeter = threading.Thread(target=greet, daemon=True)
@@ -262,7 +302,7 @@ def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, con
     return 0
 
 
-def _url(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 

@@ -50,7 +50,7 @@ async def read_object(request: HttpRequest, limit: int | None) -> dict[str, Any]
         HTTPException: it is larger than `limit` bytes (413).
         ClientDisconnected: the client hung up while sending.
     """
-    raw = await _read(request, limit)
+    raw = await read_bytes(request, limit)
     value = _parse_msgpack(raw) if is_msgpack(request) else _parse_json(raw)
     if not isinstance(value, dict):
         raise invalid(f"The body must be an object, got {type(value).__name__}.")
@@ -61,8 +61,9 @@ async def read_object(request: HttpRequest, limit: int | None) -> dict[str, Any]
     return value
 
 
-async def _read(request: HttpRequest, limit: int | None) -> bytes:
-    """Read on past the limit and throw away: a client that is still sending would not see the answer."""
+async def read_bytes(request: HttpRequest, limit: int | None) -> bytes:
+    """The body as it came. Reads on past `limit` and throws away: a client that is still sending would not see the
+    answer. Raises what `read_object` raises, but the first."""
     chunks: list[bytes] = []
     size = 0
     try:

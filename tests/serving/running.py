@@ -78,11 +78,18 @@ def eventually(condition: Any, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def send(server: Running, body: bytes, length: int | None = None, path: str = "/v1/chat/completions") -> socket.socket:
-    """POST by hand, so that the connection can be cut."""
-    host, port = server.url.removeprefix("http://").split(":")
+def send(
+    server: Running | str,
+    body: bytes,
+    length: int | None = None,
+    path: str = "/v1/chat/completions",
+    headers: str = "",
+) -> socket.socket:
+    """POST by hand, so that the connection can be cut. `server` may be a URL; `headers` end with CRLF each."""
+    url = server if isinstance(server, str) else server.url
+    host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length or len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {length or len(body)}\r\n\r\n"
     connection.sendall(head.encode() + body)
     return connection
 
