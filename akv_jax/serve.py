@@ -321,7 +321,12 @@ def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> ServingEngine
     from akv_jax.models.load import load_model
     from akv_jax.runtime.placement import model_mesh
     from akv_jax.runtime.runner import Runner, default_dtype
+    from pallas_kernels.segment_attention.api import backend
 
+    try:
+        backend(arguments.attention_backend)
+    except ValueError as error:
+        raise FlagError(f"--attention-backend: {error}") from None
     split: Disaggregation | None = arguments.disaggregation
     devices = _devices(arguments.tp if split is None else split.devices)
     # The second start finds its programs compiled.

@@ -132,7 +132,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEn
     quick = not any(item.get_closest_marker("long") for item in items)
     with tiny_engine.quick_compiles(quick), ThreadPoolExecutor(max_workers=1) as pool:
         devices = request.config.getoption("--tp")
-        yield {case: pool.submit(_warm, *case, split, devices) for case in wanted}
+        yield {(name, mode): pool.submit(_warm, name, mode, split, devices) for name, mode in wanted}
         pool.shutdown(cancel_futures=True)
 
 

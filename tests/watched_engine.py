@@ -250,11 +250,11 @@ class WatchedEngine:
         for page in pages.tolist():
             self.ledger.pop(page, None)
 
-    def _match_seen(self, timeline: Timeline, salt: str) -> MatchResult:
+    def _match_seen(self, timeline: Timeline, salt: str, looked_at: int | None = None) -> MatchResult:
         # Another timeline's match is nobody's admission: a look at the cache by somebody else.
         asked = self._jobs.get(id(timeline))
         cached = {self.ledger[page].name for page in self._cached()}
-        match = self._inner_match(timeline, salt)
+        match = self._inner_match(timeline, salt, looked_at)
         if asked is not None:
             assert timeline.count == len(asked.names)
             asked.resident = frozenset(i for i, name in enumerate(asked.names) if name in cached)

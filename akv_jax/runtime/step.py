@@ -60,20 +60,17 @@ class Packing:
 
     def __init__(self, batch: Any) -> None:
         """`batch` is a tree of int32 arrays, of which only shapes count."""
-        leaves, self._structure = jax.tree.flatten(batch)
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), a.dtype), batch)
+        leaves, self._structure = jax.tree.flatten(shapes)
         self._places: list[tuple[int, int] | None] = []
         end = 0
         for leaf in leaves:
             assert leaf.dtype == np.int32
-            size = math.prod(np.shape(leaf))
+            size = math.prod(leaf.shape)
             self._places.append((end, size) if size < self.LARGE else None)
             end += size if size < self.LARGE else 0
         self._leaves = leaves
-        large = tuple(
-            jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
-            for leaf, place in zip(leaves, self._places, strict=True)
-            if place is None
-        )
+        large = tuple(leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None)
         #: What `pack` gives, as shapes.
         self.shapes = Packed(jax.ShapeDtypeStruct((end,), np.int32), large)
 
@@ -92,7 +89,7 @@ class Packing:
         """The batch again, inside an executable."""
         large = iter(packed.large)
         leaves = [
-            next(large) if place is None else packed.small[place[0] : sum(place)].reshape(np.shape(leaf))
+            next(large) if place is None else packed.small[place[0] : sum(place)].reshape(leaf.shape)
             for leaf, place in zip(self._leaves, self._places, strict=True)
         ]
         return jax.tree.unflatten(self._structure, leaves)
