@@ -159,7 +159,7 @@ class Cluster:
         gpus = arguments.gpus_per_replica
         if gpus is None:
             split = arguments.disaggregation
-            devices = arguments.tp if split is None else split.prefill + split.decode
+            devices = arguments.tp if split is None else split.devices
             gpus = devices if resources.get("GPU") else 0
         for name, each in (("cpus", arguments.cpus_per_replica), ("gpus", gpus)):
             wanted, there = each * arguments.replicas, resources.get(name[:-1].upper(), 0)

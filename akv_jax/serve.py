@@ -99,6 +99,7 @@ def argument_parser() -> argparse.ArgumentParser:
     """Flags are called what vLLM and SGLang call them."""
     parser = argparse.ArgumentParser(
         prog="python -m akv_jax.serve",
+        usage="%(prog)s [FLAG ...]",
         description="Serve a model over OpenAI's API, with a cache field that edits attention.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=100),
     )
