@@ -89,6 +89,8 @@ class Process:
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "akv_jax.serve", "--port", str(port), *flags]
         environ = {**os.environ, "AKV_JAX_CACHE_DIR": str(cache), "AKV_API_KEY": "sesame"}
+        # Little is run afterwards: compile quickly.
+        environ |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
 
     def status(self, path: str) -> int:
@@ -148,12 +150,12 @@ def test_from_start_to_drain(tiny_directory: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_cached_at_the_stop_is_there_at_the_next_start(tiny_directory: Path, tmp_path: Path) -> None:
-    """--cache-dir, through two processes."""
+    """--cache-dir, through two processes; and --tp, for what is stored is the same over any devices."""
     sizes = ["--chunked-prefill-size", "4", "--max-running-requests", "1", "--context-length", "512"]
     flags = ["--model", str(tiny_directory), *sizes, "--max-total-tokens", "512", "--cache-dir", str(tmp_path / "kv")]
     answers = []
-    for start in ("first", "second"):
-        server = Process(*flags, cache=tmp_path)
+    for start, tp in (("first", "1"), ("second", "4")):
+        server = Process(*flags, "--tp", tp, cache=tmp_path)
         try:
             eventually(lambda server=server: server.status("/ready") == 200, 240)
             body = {
@@ -167,13 +169,19 @@ def test_what_was_cached_at_the_stop_is_there_at_the_next_start(tiny_directory: 
             code, err = server.terminate()
             assert code == 0 and "KV cache stored" in err and "Traceback" not in err, err
             assert "KV cache loaded" in err and ("pages=0" in err) == (start == "first")
+            assert ("4 × cpu (cpu), mesh data 1 × model 4, 2 KV heads in 4 slots" in " ".join(err.split())) == (
+                tp == "4"
+            )
         finally:
             server.process.kill()
     first, second = answers
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["prompt_tokens"] - 1
     assert second["cache"]["computed_tokens"] == 1
-    assert second["choices"] == first["choices"]
+    first, second = first["choices"][0], second["choices"][0]
+    assert second["message"] == first["message"]
+    logprobs = ([entry["logprob"] for entry in choice["logprobs"]["content"]] for choice in (first, second))
+    assert next(logprobs) == pytest.approx(next(logprobs), abs=1e-4)
 
 
 def test_a_broken_model_is_explained(
