@@ -37,13 +37,16 @@ LEAD = 1e-3
 #: Most prompt tokens of a history: fewer than the engine's rows, so that one forward can be asked for.
 MOST_TOKENS = 110
 #: Histories of one example, examples of one case.
-BATCH, EXAMPLES, LONG_EXAMPLES = 4, 6, 36
+BATCH, EXAMPLES, LONG_EXAMPLES, INTERPRETED_EXAMPLES = 4, 6, 36, 3
 
-Case = tuple[str, RepositionMode]
+#: A variety, how it repositions, and an attention backend that is not the engine's own choice.
+Case = tuple[str, RepositionMode] | tuple[str, RepositionMode, str]
 ON_READ: list[Case] = [(name, "on_read") for name in varieties()]
 #: Copies differ in how K gets to where it is read, so the varieties of rotations, windows and everything at once.
 COPY: list[Case] = [(n, "copy") for n in ("half", "yarn", "window_and_full", "window_everywhere", "everything")]
 ALL: list[Case] = ON_READ + [(name, "copy") for name in varieties()]
+#: Interpreted kernels take long to compile, and this variety has almost every kind of layer.
+INTERPRETED: list[Case] = [("everything", "on_read", "pallas_triton_interpret")]
 LONG_LISTS: list[Case] = [(n, "on_read") for n in ("half", "window_and_full", "everything")]
 
 
@@ -123,8 +126,9 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEn
     """A warm engine of each case that this session tests, compiled one after another while others are tested."""
     items = [i for i in request.session.items if isinstance(i, pytest.Function) and i.path == request.path]
     items = [item for item in items if "engines" in item.fixturenames]
+    names = "name", "mode", "backend"
     wanted: dict[Any, None] = dict.fromkeys(
-        (item.callspec.params["name"], item.callspec.params["mode"]) for item in items
+        tuple(item.callspec.params[name] for name in names if name in item.callspec.params) for item in items
     )
     text = request.config.getoption("--disaggregation")
     split = None if text is None else Disaggregation.parse(text)
@@ -132,17 +136,18 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEn
     quick = not any(item.get_closest_marker("long") for item in items)
     with tiny_engine.quick_compiles(quick), ThreadPoolExecutor(max_workers=1) as pool:
         devices = request.config.getoption("--tp")
-        yield {(name, mode): pool.submit(_warm, name, mode, split, devices) for name, mode in wanted}
+        yield {case: pool.submit(_warm, split, devices, *case) for case in wanted}
         pool.shutdown(cancel_futures=True)
 
 
-def _warm(name: str, mode: RepositionMode, split: Disaggregation | None, devices: int | None) -> TinyEngine:
+def _warm(split: Disaggregation | None, devices: int | None, *case: Any) -> TinyEngine:
+    name, mode, backend = (*case, "xla")[:3]
     config = varieties()[name]
-    params = random_params(config, seed=7)
+    params, options = random_params(config, seed=7), {"reposition": mode, "attention_backend": backend}
     if split is None:
-        tiny = TinyEngine(config, params, devices, reposition=mode)
+        tiny = TinyEngine(config, params, devices, **options)
     else:
-        tiny = TinySides(config, params, split, reposition=mode)
+        tiny = TinySides(config, params, split, **options)
     tiny_engine.run(tiny.engine(), [tiny_engine.score("first", (Append((0,)),))])
     return tiny
 
@@ -160,6 +165,23 @@ def test_engine_long(engines, models, record_property, name: str, mode: Repositi
     """Many more of them."""
     record_property("law", f"R2: the engine computes what the spec says: {name}")
     conforms(engines[name, mode].result(), models[name], LONG_EXAMPLES)
+
+
+@pytest.mark.parametrize(("name", "mode", "backend"), INTERPRETED)
+def test_engine_on_gpu_kernels(engines, models, record_property, name: str, mode: RepositionMode, backend: str) -> None:
+    """A few of them with the kernels for GPUs, interpreted (R4)."""
+    record_property("law", f"R4: the engine computes what the spec says with {backend}: {name}")
+    conforms(engines[name, mode, backend].result(), models[name], INTERPRETED_EXAMPLES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "mode", "backend"), [(*case, "pallas_triton_interpret") for case in ALL])
+def test_engine_on_gpu_kernels_long(
+    engines, models, record_property, name: str, mode: RepositionMode, backend: str
+) -> None:
+    """And all varieties."""
+    record_property("law", f"R4: the engine computes what the spec says with {backend}: {name}")
+    conforms(engines[name, mode, backend].result(), models[name], EXAMPLES)
 
 
 @pytest.mark.parametrize(("name", "mode"), LONG_LISTS)

@@ -77,7 +77,7 @@ class Attention:
 #: (q [T, H, D], k_pool [P, G*D], v_pool [P, G*D], batch, cos [N, r], sin [N, r], sinks [H] | None, attention)
 #: -> [T, H, D].
 #: Pools are float32, bfloat16, or uint16 holding bfloat16 bits. The tables hold angles of positions 0..N-1 without
-#: magnitude. Rows of no task come back as zeros. The result has q's dtype.
+#: magnitude. Rows of no task, and queries that read nothing, come back as zeros. The result has q's dtype.
 SegmentAttention = Callable[[Array, Array, Array, SegmentBatch, Array, Array, Array | None, Attention], Array]
 
 

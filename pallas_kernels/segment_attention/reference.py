@@ -60,8 +60,10 @@ def attend(
 def _one_query(
     q: np.ndarray, keys: np.ndarray, values: np.ndarray, sinks: np.ndarray | None, attention: Attention
 ) -> np.ndarray:
-    """q [H, D], keys and values [entries, G, D] -> [H, D]."""
+    """q [H, D], keys and values [entries, G, D] -> [H, D]: zeros where there are none."""
     out = np.zeros(q.shape)
+    if len(keys) == 0:
+        return out
     for head in range(attention.num_heads):
         kv_head = head * attention.num_kv_heads // attention.num_heads
         scores = keys[:, kv_head] @ q[head] * attention.scale

@@ -22,13 +22,14 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.segment_attention.api import Attention, Lists, SegmentBatch
 
-#: Below every score; masked ones are lower still, so that they weigh nothing where a query has seen no entry yet.
+#: Below every score. It is finite, so that what is masked (-inf) weighs nothing where a query has seen no entry yet.
 _LOWEST = -1e30
 _LOG2E = 1.4426950408889634
 #: Most programs of a launch: more than a device runs at once, to even out what each of them takes.
 _PROGRAMS = 1024
-#: Lists are cut until there are about this many items: enough for a device of 108 or 132 multiprocessors.
-_ITEMS = 512
+#: Lists are cut until there are about this many items: enough for a device of 108 or 132 multiprocessors, of which each
+#: runs one program with tiles at a time, or a few with rows.
+_ITEMS = {"rows": 512, "tiles": 256}
 #: Stretches that are merged at once.
 _MERGED = 16
 
@@ -47,6 +48,22 @@ class Config(NamedTuple):
     stretch: int
 
 
+#: By kind, dtype and head_dim (up to). Found by compiling every case for an A100 (sm_80, jaxlib 0.10.2): of what needs
+#: no spills, with a soft-cap, sinks and shifts or a window, the choices that read most per program and, for rows, that
+#: have most in flight per multiprocessor. Five stages hold two blocks of keys and values, three hold one: page numbers
+#: are loaded a stage ahead of them.
+_CONFIGS = {
+    ("rows", "bfloat16", 64): Config(16, 64, 4, 5, 256),
+    ("rows", "bfloat16", 128): Config(16, 32, 4, 5, 256),
+    ("rows", "float32", 64): Config(16, 64, 4, 3, 256),
+    ("rows", "float32", 128): Config(16, 32, 4, 3, 256),
+    ("tiles", "bfloat16", 64): Config(128, 64, 8, 5, 512),
+    ("tiles", "bfloat16", 128): Config(128, 32, 8, 5, 512),
+    ("tiles", "float32", 64): Config(64, 32, 8, 3, 512),
+    ("tiles", "float32", 128): Config(32, 32, 8, 3, 512),
+}
+
+
 class Operands(NamedTuple):
     """The arguments of an `api.SegmentAttention`; kernels get references in their place, tables only for shifts."""
 
@@ -62,6 +79,7 @@ class Operands(NamedTuple):
 class _Form(NamedTuple):
     """What is fixed in one launch."""
 
+    kind: Kind
     attention: Attention
     config: Config
     #: Queries of an item at most, and query heads that share a KV head.
@@ -143,15 +161,11 @@ def interpreted(
 
 def config_of(kind: Kind, attention: Attention, dtype: Any) -> Config:
     """The choice for queries of `dtype`."""
-    share, full = attention.num_heads // attention.num_kv_heads, jnp.dtype(dtype) == jnp.float32
-    needed = pl.next_power_of_2(share * (attention.tile if kind == "tiles" else 1))
-    if kind == "rows":
-        config = Config(16, 32 if full else 64, 4, 3, 256)
-    elif full:
-        config = Config(32, 32, 4, 2, 512)
-    else:
-        config = Config(128, 64, 8 if attention.head_dim > 64 else 4, 3, 512)
-    return config._replace(vectors=max(16, pl.next_power_of_2(share), min(config.vectors, needed)))
+    name, share = "float32" if jnp.dtype(dtype) == jnp.float32 else "bfloat16", _share(attention)
+    chosen = _CONFIGS[kind, name, 64 if attention.head_dim <= 64 else 128]
+    # No more than a task has, and no fewer than one query has.
+    most = pl.next_power_of_2(share * (attention.tile if kind == "tiles" else 1))
+    return chosen._replace(vectors=max(16, pl.next_power_of_2(share), min(chosen.vectors, most)))
 
 
 def launch(kind: Kind, operands: Operands, tasks: Lists, out: Array, attention: Attention, *, interpret: bool) -> Array:
@@ -159,9 +173,9 @@ def launch(kind: Kind, operands: Operands, tasks: Lists, out: Array, attention: 
     form, groups = _form(kind, attention, operands.q.dtype), attention.num_kv_heads
     division, tasks = _divide(tasks, form), tasks._replace(num=jnp.reshape(tasks.num, 1))
     tiles = tasks.query.shape[0] * pl.cdiv(attention.tile if kind == "tiles" else 1, form.queries)
-    programs = min(_PROGRAMS, (tiles + _items(groups)) * groups)
+    programs = min(_PROGRAMS, (tiles + _items(form)) * groups)
     call = functools.partial(_call, programs=3 if interpret else programs, interpret=interpret)
-    slots = (2 * _items(groups), groups, form.config.vectors)
+    slots = (2 * _items(form), groups, form.config.vectors)
     numbers = jax.ShapeDtypeStruct(slots, jnp.float32)
     partial = _Softmax(numbers, numbers, jax.ShapeDtypeStruct((*slots, attention.head_dim), jnp.float32))
     if not attention.shifts:
@@ -200,14 +214,18 @@ def _call(
 
 
 def _form(kind: Kind, attention: Attention, dtype: Any) -> _Form:
-    config, share = config_of(kind, attention, dtype), attention.num_heads // attention.num_kv_heads
+    config, share = config_of(kind, attention, dtype), _share(attention)
     dim = max(16, pl.next_power_of_2(attention.head_dim))
-    return _Form(attention, config, config.vectors // share if kind == "tiles" else 1, share, dim)
+    return _Form(kind, attention, config, config.vectors // share if kind == "tiles" else 1, share, dim)
 
 
-def _items(groups: int) -> int:
-    """How many items, for one of `groups` KV heads, lists are cut into."""
-    return max(1, _ITEMS // groups)
+def _share(attention: Attention) -> int:
+    return attention.num_heads // attention.num_kv_heads
+
+
+def _items(form: _Form) -> int:
+    """How many items, for one KV head, lists are cut into."""
+    return max(1, _ITEMS[form.kind] // form.attention.num_kv_heads)
 
 
 def _divide(tasks: Lists, form: _Form) -> _Division:
@@ -218,7 +236,7 @@ def _divide(tasks: Lists, form: _Form) -> _Division:
     entries = jnp.where(real, tasks.length - _base(tasks.shared, form), 0)
     # Tasks that are cut come to at most twice `entries * tiles / stretch` items: that many slots there are.
     work = jnp.sum(entries.astype(jnp.float32) * tiles)
-    stretch = jnp.ceil(work * 1.001 / _items(form.attention.num_kv_heads)).astype(jnp.int32)
+    stretch = jnp.ceil(work * 1.001 / _items(form)).astype(jnp.int32)
     stretch = pl.cdiv(jnp.maximum(stretch, form.config.stretch), form.config.entries) * form.config.entries
     stretches = _stretches(entries, stretch)
     items = tiles * stretches
@@ -353,23 +371,26 @@ def _load_query(form: _Form, operands: Operands, vectors: _Vectors) -> Any:
 
 
 def _turned_query(form: _Form, operands: Operands, vectors: _Vectors, shift: Any) -> Any:
-    """The query vectors [vectors, dim] turned by -shift, in float32. By 0 reads neither tables nor partners."""
-    dims, pairs = jnp.arange(form.dim), operands.cos.shape[1]
+    """The query vectors [vectors, dim] turned by -shift, in float32. By 0 reads no tables and no partners."""
+    q, dims, pairs = _load_query(form, operands, vectors), jnp.arange(form.dim), operands.cos.shape[1]
+    turned = (dims < 2 * pairs) & (shift != 0)
     if form.attention.rotary_style == "half":
         second = dims >= pairs
         partner, angle = jnp.where(second, dims - pairs, dims + pairs), jnp.where(second, dims - pairs, dims)
+        # Both go on for so long side by side: the compiler cannot know, and would load one at a time.
+        side = pairs & -pairs
+        partner, angle = (plt.max_contiguous(pl.multiple_of(index, side), side) for index in (partner, angle))
+        at = operands.q.at[vectors.row[:, None], vectors.head[:, None], partner[None, :]]
+        other = plt.load(at, mask=vectors.mine[:, None] & turned[None, :], other=0)
     else:
-        second = lax.rem(dims, 2) == 1
-        partner, angle = jnp.where(second, dims - 1, dims + 1), lax.div(dims, 2)
-    turned = (dims < 2 * pairs) & (shift != 0)
+        second, angle = lax.rem(dims, 2) == 1, lax.div(dims, 2)
+        even, odd = jnp.unstack(q.reshape(len(q), -1, 2), axis=2)
+        other = jnp.stack([odd, even], axis=2).reshape(q.shape)
     row = jnp.abs(shift)
     cos = plt.load(operands.cos.at[row, angle], mask=turned, other=1.0)
     sin = plt.load(operands.sin.at[row, angle], mask=turned, other=0.0)
-    # Back by the shift: (a, b) becomes (a cos + b sin, b cos - a sin), and the other way round for a shift above 0.
+    # By an angle, (a, b) becomes (a cos - b sin, b cos + a sin); here it is -shift.
     sin = jnp.where(second == (shift < 0), sin, -sin)
-    q = _load_query(form, operands, vectors)
-    mask = vectors.mine[:, None] & turned[None, :]
-    other = plt.load(operands.q.at[vectors.row[:, None], vectors.head[:, None], partner[None, :]], mask=mask, other=0)
     return (q.astype(jnp.float32) * cos[None, :] + other.astype(jnp.float32) * sin[None, :]).astype(q.dtype)
 
 
@@ -415,7 +436,7 @@ def _fold(
         seen = present[None, :] & (distance >= 0)
         if attention.window is not None:
             seen &= distance < attention.window
-        scores = jnp.where(seen, scores, 2 * _LOWEST)
+        scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.maximum(state.top, jnp.max(scores, axis=1) * scale)
     weights = jnp.exp2(scores * scale - top[:, None])
     keep = jnp.exp2(state.top - top)
