@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"make aot: skipped, for there is no {' and no '.join(missing)}; it installs what it can get")
         return 0
     start = time.monotonic()
-    # The longest first. The one that decides how large a pool fits is always whole: what adds up over layers shows there.
+    # The longest first. The step that decides how large a pool fits is always whole: what adds up over layers shows.
     decisive = jobs.Job("step", "gpt-oss-120b", rows=max(jobs.ROWS))
     wanted = list(dict.fromkeys([decisive, *(jobs.step_jobs(0) if options.all else [])]))
     wanted += [job for job in jobs.step_jobs(LAYERS)[::-1] if replace(job, layers=0) not in wanted]
