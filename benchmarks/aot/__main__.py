@@ -1,7 +1,7 @@
 """`make aot`: compile everything for eight A100-80GB without a GPU, and fail on what must not be (docs/aot.md).
 
-    python -m benchmarks.aot              the kernels' cases, and the steps with a few layers of each model
-    python -m benchmarks.aot --all        the steps with all layers too: half an hour on two cores
+    python -m benchmarks.aot              the kernels' cases, the largest step, the others with a layer of each kind
+    python -m benchmarks.aot --all        all steps with all layers: a quarter of an hour on two cores
     python -m benchmarks.aot --only moe   what has that in its name
 
 Prints tables, writes JSON with --out, and exits with 1 on a failure, which it names.
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def judge_pool(results: dict[jobs.Job, dict[str, Any]]) -> tuple[list[report.Poo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.aot", description="The AOT gate (docs/aot.md).")
-    parser.add_argument("--all", action="store_true", help="the steps with all layers too")
+    parser.add_argument("--all", action="store_true", help="all steps with all of their layers")
     parser.add_argument("--only", default="", help="jobs that have this in their name")
     parser.add_argument("--out", type=Path, help="write what was seen as JSON")
     parser.add_argument("--processes", type=int, default=min(4, os.cpu_count() or 1))
@@ -128,8 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"make aot: skipped, for there is no {' and no '.join(missing)}; it installs what it can get")
         return 0
     start = time.monotonic()
-    # The longest first.
-    wanted = [*(jobs.step_jobs(0)[::-1] if options.all else []), *jobs.step_jobs(LAYERS)[::-1]]
+    # The longest first. The step that decides how large a pool fits is always whole: what adds up over layers shows.
+    decisive = jobs.Job("step", "gpt-oss-120b", rows=max(jobs.ROWS))
+    wanted = list(dict.fromkeys([decisive, *(jobs.step_jobs(0) if options.all else [])]))
+    wanted += [job for job in jobs.step_jobs(LAYERS)[::-1] if replace(job, layers=0) not in wanted]
     wanted += [jobs.Job("step", "gpt-oss-120b", rows=1, layers=LAYERS, donated=False), *jobs.kernel_jobs()]
     results = observe_all([job for job in wanted if options.only in job.name], options.processes)
     failures = [f"{job.name}: {failure}" for job, seen in results.items() for failure in judge(job, seen)]

@@ -193,7 +193,9 @@ def _launch_both(operands: Operands, attention: Attention, *, interpret: bool) -
     if only_rows:
         # Empty arrays are no operands for Pallas.
         operands = operands._replace(batch=operands.batch._replace(tiles=operands.batch.rows))
-    out = launch("rows", operands, operands.batch.rows, jnp.zeros_like(operands.q), attention, interpret=interpret)
+    # Zeros that wait for the queries: XLA would make those of all layers at once, at the start, and keep them.
+    _, out = lax.optimization_barrier((operands.q, jnp.zeros_like(operands.q)))
+    out = launch("rows", operands, operands.batch.rows, out, attention, interpret=interpret)
     if only_rows:
         return out
     return launch("tiles", operands, operands.batch.tiles, out, attention, interpret=interpret)
