@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.aot.memory import billions
 
+#: Names that XLA gives to what it fuses by itself; every other kernel is taken for one of ours.
+_FUSED = re.compile(r"(loop|input|wrapped|sort|fusion|gemm_fusion|triton_softmax|transpose|cub|concatenate)_")
+
+
+def is_ours(kernel: str) -> bool:
+    """Whether somebody chose how a kernel of that name is cut up: what XLA makes is shown, but nobody's choice."""
+    return _FUSED.match(kernel) is None
+
 
 def judge_kernels(seen: Mapping[str, Any]) -> list[str]:
-    """No kernel spills. A compiler's refusal is a failure too."""
+    """No kernel of ours spills. A compiler's refusal is a failure too."""
     if "error" in seen:
         return [str(seen["error"])]
     return [
         f"{kernel['name']} spills: {kernel['spill_stores']} bytes stored, {kernel['spill_loads']} loaded, "
         f"with {kernel['registers']} registers"
         for kernel in seen["kernels"]
-        if kernel["spill_stores"] or kernel["spill_loads"]
+        if is_ours(kernel["name"]) and (kernel["spill_stores"] or kernel["spill_loads"])
     ]
 
 

@@ -11,13 +11,11 @@ import jax
 
 from benchmarks.aot import target
 from benchmarks.aot.jobs import Job, bytes_of_missing_layers, model_of
-from benchmarks.aot.judge import needed
+from benchmarks.aot.judge import is_ours, needed
 from benchmarks.aot.memory import billions
 from benchmarks.report import machine
 
 Results = Mapping[Job, Mapping[str, Any]]
-#: Names that XLA gives to what it fuses; the others are our kernels.
-_FUSED = re.compile(r"(loop|input|wrapped|sort|fusion|gemm|triton|transpose|custom|cub|reduce|scatter|dot|fused)_")
 
 
 class PoolRow(NamedTuple):
@@ -70,7 +68,7 @@ def _kernel_rows(job: Job, seen: Mapping[str, Any]) -> Iterable[tuple[Any, ...]]
     rows: dict[tuple[Any, ...], None] = {}
     launches = {launch["name"]: launch for launch in seen.get("launches", ())}
     for kernel in seen.get("kernels", ()):
-        if _FUSED.match(kernel["name"]):
+        if not is_ours(kernel["name"]):
             continue
         launch = launches.get(kernel["name"], {"shared_memory": "-", "threads": "-"})
         spills = kernel["spill_stores"] + kernel["spill_loads"]
@@ -84,7 +82,7 @@ def _step_row(job: Job, seen: Mapping[str, Any]) -> tuple[Any, ...]:
     collectives = dict(seen["collectives"])
     sums = collectives.pop("all-reduce", 0)
     others = ", ".join(f"{count} {name}" for name, count in {"all-reduce": sums - 2 * layers, **collectives}.items())
-    spilling = sum(1 for kernel in seen["kernels"] if kernel["spill_stores"] and _FUSED.match(kernel["name"]))
+    spilling = sum(1 for kernel in seen["kernels"] if kernel["spill_stores"] and not is_ours(kernel["name"]))
     total = needed(seen) + bytes_of_missing_layers(job)
     sizes = billions(seen["arguments"]), billions(seen["temporaries"]), billions(total)
     return job.name, *sizes, 2 if sums > 2 * layers else sums / layers, others, len(seen["copies"]), spilling

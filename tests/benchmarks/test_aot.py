@@ -76,6 +76,8 @@ ENTRY %main (x: f32[8,4], keys: bf16[101,16], values: bf16[101,16]) -> (f32[8,4]
 }
 """
 POOL = "bf16[101,16]"
+#: Names from XLA's own thunk sequences.
+FUSED = ("loop_add_fusion", "input_scatter_fusion_14", "wrapped_slice", "gemm_fusion_dot_8", "sort_92_1", "fusion_328")
 
 
 def observed(**changes: Any) -> dict[str, Any]:
@@ -181,6 +183,14 @@ def test_a_kernel_that_spills_or_is_refused_fails() -> None:
     assert judge_kernels({"error": "ValueError: no", "seconds": 1.0}) == ["ValueError: no"]
     (failure,) = judge_kernels(observed(kernels=[{"name": "k", "registers": 9, "spill_stores": 0, "spill_loads": 4}]))
     assert "0 bytes stored, 4 loaded" in failure
+
+
+def test_what_xla_fuses_may_spill() -> None:
+    """Nobody chooses how: it is shown, and fails nothing."""
+    fused = [{"name": name, "registers": 40, "spill_stores": 4, "spill_loads": 4} for name in FUSED]
+    assert judge_kernels(observed(kernels=fused)) == []
+    ours = [{**fused[0], "name": name} for name in ("_walk__1", "_merge", "grouped_matmul", "reposition", "mine")]
+    assert len(judge_kernels(observed(kernels=fused + ours))) == len(ours)
 
 
 def test_pools_of_a_reposition_are_written_in_place() -> None:
