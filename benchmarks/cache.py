@@ -52,8 +52,10 @@ class Case:
         return "none" if self.edits is None else f"drop, {self.mode}"
 
 
-def cases(edits: RollingDrop) -> list[Case]:
-    """Without and with operations for each way to evict, and the other way to reposition."""
+def cases(edits: RollingDrop, only_reposition: bool = False) -> list[Case]:
+    """Without and with operations for each way to evict, and the other way to reposition; or the last two alone."""
+    if only_reposition:
+        return [Case(edits, mode, "drop_aware") for mode in ("on_read", "copy")]
     plain = [Case(None, "on_read", "lru"), Case(None, "on_read", "drop_aware")]
     edited = [Case(edits, "on_read", "lru"), Case(edits, "on_read", "drop_aware")]
     return [*plain, *edited, Case(edits, "copy", "drop_aware")]
@@ -129,6 +131,7 @@ def table_of(results: Sequence[tuple[Case, Outcome]]) -> Table:
         "peak pages",
         "copies",
         "forwards",
+        "device s",
         "retracted",
         "refused",
     ):
@@ -149,6 +152,7 @@ def table_of(results: Sequence[tuple[Case, Outcome]]) -> Table:
             f"{outcome.peak_pages:,}",
             f"{outcome.copies:,}",
             f"{outcome.forwards:,}",
+            f"{outcome.device_seconds:,.1f}",
             str(outcome.preemptions),
             str(outcome.refused),
         )
@@ -161,6 +165,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("file", nargs="?", type=Path, help="recorded runs, JSON Lines, may be gzipped (default: synthetic ones)")
     add("--simulate", action="store_true", help="whole runs on a virtual clock, without a model")
+    add("--only-reposition", action="store_true", help="only the two ways to reposition, with operations")
     add("--agents", type=int, default=4, help="how many run at once, the first ones of the file (%(default)s)")
     add("--skip", type=int, default=0, help="runs of the file to leave out before them (%(default)s)")
     add("--turns", type=int, help="of each run (10; all of them with --simulate)")
@@ -245,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         chunked_prefill_size=arguments.chunk,
         dtype=arguments.dtype,
     )
-    runs = cases(RollingDrop(arguments.keep, arguments.every))
+    runs = cases(RollingDrop(arguments.keep, arguments.every), arguments.only_reposition)
     console = Console(width=max(210, Console().width))
     prompts = sum(len(conversation.tokenised(count).token_ids) for conversation in conversations for count in
                   conversation.turns)  # fmt: skip

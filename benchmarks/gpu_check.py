@@ -89,12 +89,12 @@ class Report:
     def add(self, part: str, row: Row) -> None:
         """Print a row, and keep it."""
         self.values[part].append(row)
-        print(
-            f"{self.seconds:6.1f} s  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True
-        )
+        text = "  ".join(f"{key} {_short(value)}" for key, value in row.items())
+        print(f"{self.seconds:6.1f} s  {'skipped: ' if part == 'skipped' else ''}{text}", flush=True)
 
     def skip(self, what: str, why: str) -> None:
-        self.add("skipped", {"skipped": what, "why": why})
+        """Keep what there was no room for."""
+        self.add("skipped", {"what": what, "why": why})
 
     def write(self) -> None:
         """Whatever happens afterwards, this much is safe."""
@@ -116,7 +116,10 @@ def check(report: Report, backend: str, dry: bool) -> None:
         for name, case in cases.items():
             if case.kind == "bits" or (dry and name not in DRY_CASES):
                 continue
-            pending.append((operation, name, threads.submit(prepare, name, case, function)))
+            if report.late(CHECKED):
+                report.skip(f"{operation} {name}", "out of time for checks")
+            else:
+                pending.append((operation, name, threads.submit(prepare, name, case, function)))
     for operation, name, prepared in pending:
         if report.late(CHECKED):
             prepared.cancel()

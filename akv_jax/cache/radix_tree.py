@@ -479,8 +479,8 @@ def _first_query(timeline: Timeline, missing: np.ndarray, looked_at: int) -> int
     """The first query that is computed where the tokens from `looked_at` on, or some of them, are looked at (C6)."""
     dropped, first = timeline.dropped[: timeline.count], looked_at
     needed = missing & (dropped == NEVER)
-    while needed.any():
-        first = min(first, int(needed.argmax()))
-        # What that query reads is computed before it.
-        needed = missing[:first] & (dropped[:first] > timeline.epoch_of(first))
+    first = min(first, int(needed.argmax())) if needed.any() else first
+    # What that query reads is computed before it.
+    while (needed := missing[:first] & (dropped[:first] > timeline.epoch_of(first))).any():
+        first = int(needed.argmax())
     return first

@@ -19,23 +19,26 @@ def reposition(
     moves = MoveBatch(*(jnp.asarray(column) for column in moves))
     shape = k_pool.shape
     layers, pages = (1, *shape)[-3:-1]
-    blocks = (moves.num + BLOCK - 1) // BLOCK
-    kinds = jnp.asarray(rotation.tables or (0,) * layers)
     rows = cos.shape[-2]
     # All layers as one long pool, and all tables as one: reshaping copies nothing.
-    cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
+    cos, sin = (jnp.asarray(table).reshape(-1, table.shape[-1]) for table in (cos, sin))
+    pools = tuple(jnp.asarray(pool).reshape(layers * pages, shape[-1]) for pool in (k_pool, v_pool))
 
-    def move(index: Array, pools: tuple[Array, Array]) -> tuple[Array, Array]:
-        layer = index // blocks
-        source, target, shift = (
-            lax.dynamic_slice_in_dim(column, index % blocks * BLOCK, BLOCK) for column in moves[:3]
-        )
-        table = kinds[layer] * rows
-        return _block(*pools, source + layer * pages, target + layer * pages, shift, table, cos, sin, rotation)
+    def of_layer(layer: Array | int, table: Array | int, pools: tuple[Array, Array]) -> tuple[Array, Array]:
+        def move(index: Array, pools: tuple[Array, Array]) -> tuple[Array, Array]:
+            source, target, shift = (lax.dynamic_slice_in_dim(a, index * BLOCK, BLOCK) for a in moves[:3])
+            first = layer * pages
+            return _block(*pools, source + first, target + first, shift, table * rows, cos, sin, rotation)
 
-    pools = tuple(pool.reshape(layers * pages, shape[-1]) for pool in (k_pool, v_pool))
-    k_pool, v_pool = lax.fori_loop(0, layers * blocks, move, pools)
-    return k_pool.reshape(shape), v_pool.reshape(shape)
+        return lax.fori_loop(0, (moves.num + BLOCK - 1) // BLOCK, move, pools)
+
+    if layers == 1:
+        pools = of_layer(0, rotation.tables[0] if rotation.tables else 0, pools)
+    else:
+        kinds = jnp.asarray(rotation.tables or (0,) * layers)
+        pools = lax.fori_loop(0, layers, lambda layer, pools: of_layer(layer, kinds[layer], pools), pools)
+    k_pool, v_pool = (pool.reshape(shape) for pool in pools)
+    return k_pool, v_pool
 
 
 def _block(
@@ -44,7 +47,7 @@ def _block(
     source: Array,
     target: Array,
     shift: Array,
-    table: Array,
+    table: Array | int,
     cos: Array,
     sin: Array,
     rotation: Rotation,
