@@ -47,12 +47,18 @@ _ITEMS = {"rows": 512, "tiles": 256}
 _CONFIGS = {
     ("rows", "bfloat16", 64): Config(16, 64, 4, 5, 256),
     ("rows", "bfloat16", 128): Config(16, 32, 4, 5, 256),
-    ("rows", "float32", 64): Config(16, 32, 8, 3, 256),
-    ("rows", "float32", 128): Config(16, 16, 8, 3, 256),
+    ("rows", "float32", 64): Config(16, 64, 4, 3, 256),
+    ("rows", "float32", 128): Config(16, 32, 4, 3, 256),
     ("tiles", "bfloat16", 64): Config(128, 32, 8, 5, 512),
     ("tiles", "bfloat16", 128): Config(128, 32, 8, 5, 512),
     ("tiles", "float32", 64): Config(64, 16, 8, 3, 512),
     ("tiles", "float32", 128): Config(32, 16, 8, 3, 512),
+}
+#: The same where there is a window, pairs are interleaved, or more than 16 heads share. Where the registers do not
+#: matter much ptxas spills a few to fit one more block on a multiprocessor; with these it does not.
+_OTHER_CONFIGS = {
+    ("rows", "float32", 64): Config(16, 32, 8, 3, 256),
+    ("rows", "float32", 128): Config(16, 16, 8, 3, 256),
 }
 
 
@@ -87,7 +93,9 @@ def interpreted(
 def config_of(kind: Kind, attention: Attention, dtype: Any) -> Config:
     """The choice for queries of `dtype`."""
     name, share = "float32" if jnp.dtype(dtype) == jnp.float32 else "bfloat16", _share(attention)
-    chosen = _CONFIGS[kind, name, 64 if attention.head_dim <= 64 else 128]
+    key = kind, name, 64 if attention.head_dim <= 64 else 128
+    plain = attention.window is None and attention.rotary_style == "half" and share <= 16
+    chosen = _CONFIGS[key] if plain else _OTHER_CONFIGS.get(key, _CONFIGS[key])
     # No more than a task has, and no fewer than one query has.
     most = pl.next_power_of_2(share * (attention.tile if kind == "tiles" else 1))
     return chosen._replace(vectors=max(16, pl.next_power_of_2(share), min(chosen.vectors, most)))
