@@ -128,7 +128,7 @@ def _heads() -> dict[str, Case]:
     return {
         "one_kv_head": Case(_MIXED, num_heads=6, num_kv_heads=1, shifted=0.8, run=600),
         "three_a_head": Case(_SMALL, num_heads=9, num_kv_heads=3),
-        "no_sharing": Case(_SMALL, num_heads=3, num_kv_heads=3),
+        "no_sharing": Case(_SMALL, num_heads=3, num_kv_heads=3, tile=64),
         "thirty_a_head": Case(_SMALL, num_heads=30, num_kv_heads=1),
         "head_16": Case(_SMALL, head_dim=16),
         "head_96": Case(_SMALL, head_dim=96),
@@ -190,6 +190,9 @@ def _large() -> dict[str, Case]:
         "qwen3": dataclasses.replace(qwen3, num_heads=32, num_kv_heads=4),
         "qwen3_quarter": qwen3,
         "qwen3_quarter_copy": dataclasses.replace(qwen3, shifted=0.0, shifts=False),
+        "llama_interleaved": dataclasses.replace(qwen3, num_kv_heads=2, style="interleaved"),
+        "gemma": dataclasses.replace(qwen3, num_kv_heads=4, window=500, softcap=50.0),
+        "phi": dataclasses.replace(qwen3, head_dim=96, num_kv_heads=8),
         "decode_96k": Case(decode, rows=16),
         "decode_96k_bfloat16": Case(decode, kind="bfloat16", shifted=0.5, run=20_000, rows=16),
         "decode_96k_window": Case(decode, window=128, rows=16),
