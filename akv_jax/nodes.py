@@ -68,6 +68,8 @@ def nodes_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error("--dist-init-addr: expected HOST:PORT of node 0, the same for every node")
     if arguments.tp % count:
         parser.error(f"--tp {arguments.tp}: expected a multiple of --nnodes {count}, as many devices on every node")
+    if arguments.disaggregation is not None or arguments.replicas is not None:
+        parser.error("--nnodes: not with --disaggregation or --replicas")
     if arguments.cache_dir is not None:
         parser.error("--cache-dir: not with --nnodes; every node has only its own part of the cached pages")
     terms = {f"--{name.replace('_', '-')}": value for name, value in vars(arguments).items() if name not in OWN_FLAGS}

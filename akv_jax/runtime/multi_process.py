@@ -107,7 +107,9 @@ class Followers:
         self._closing = True
         self.send("stop")
         with contextlib.suppress(OSError):
-            self._listener.close()
+            # Closing alone would not wake who waits in it.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
     def _name(self, rank: int) -> str:
         return f"node {rank} ({self._joined[rank].peer})"
