@@ -78,7 +78,7 @@ class AsyncEngine:
         self._subscribers: dict[str, _Subscriber] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._engine: ServingEngine | None = None
-        self._loaded = threading.Event()
+        self._loaded, self._failed = threading.Event(), threading.Event()
         self._draining = self._finishing = False
         #: True once warm-up is over, until `stop`.
         self.ready = False
@@ -108,6 +108,19 @@ class AsyncEngine:
         self._loaded.wait()
         if self.failure is not None:
             raise self.failure
+
+    def fail(self, error: BaseException) -> None:
+        """It cannot go on, as somebody else has found out; its own thread may be waiting for ever."""
+        if self.failure is None:
+            self.failure = error
+        self.ready = False
+        self._leave_nobody_waiting()
+        self._loaded.set()
+        self._failed.set()
+
+    def wait_failed(self) -> None:
+        """Block until it has failed, which may never be."""
+        self._failed.wait()
 
     def stop(self, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let running ones go on for that long, then end the thread."""
@@ -190,14 +203,17 @@ class AsyncEngine:
             self._serve(self._engine)
             self._finishing = True
         except BaseException as error:
-            self.failure = error
-            if self._loaded.is_set():
-                # A failure to start is for whoever waits in `wait_ready` to explain.
-                _log.exception("engine failed")
+            if self.failure is None:
+                self.failure = error
+                if self._loaded.is_set():
+                    # A failure to start is for whoever waits in `wait_ready` to explain.
+                    _log.exception("engine failed")
         finally:
             self.ready = False
             self._loaded.set()
             self._leave_nobody_waiting()
+            if self.failure is not None:
+                self._failed.set()
         if self._finishing:
             self._end(self._require())
 

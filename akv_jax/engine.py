@@ -81,6 +81,14 @@ class ServingEngine(Protocol):
         ...
 
 
+class Device(Executor, Protocol):
+    """An executor that has to be made ready: `Runner`, or `multi_process.Leader`."""
+
+    def warm_up(self, progress: Progress = ...) -> None:
+        """Compile everything, and run it once."""
+        ...
+
+
 class Engine:
     """Accepts requests, runs steps, gives outputs: see `ServingEngine`."""
 
@@ -90,20 +98,23 @@ class Engine:
         config: EngineConfig,
         cache: KVCache | None = None,
         runner: Runner | None = None,
+        device: Device | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`cache` keeps K and V between requests; by default a radix tree. `runner` may be one that is warm already
-        and was made for the same model, pool and buckets. Everything that is timed is timed by `clock` (DESIGN R6)."""
+        and was made for the same model, pool and buckets; `device` runs plans in its place. Everything that is timed is
+        timed by `clock` (DESIGN R6)."""
         self.model, self.config = model, config
         self.runner = Runner(model.config, model.params, config) if runner is None else runner
         self.side = Side(model, config, self.runner, cache)
         self.pool, self.cache, self.scheduler = self.side.pool, self.side.cache, self.side.scheduler
-        self.executor: Executor = self.runner
+        self._device: Device = self.runner if device is None else device
+        self.executor: Executor = self._device
         self._clock = clock
         self._works = Works(model, config, clock)
 
     def warm_up(self, progress: Progress = lambda *_: None) -> None:
-        self.runner.warm_up(progress)
+        self._device.warm_up(progress)
 
     def submit(self, request: Request) -> None:
         def queue(timeline: Timeline, limit: int) -> Job:

@@ -17,7 +17,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import uvicorn
 from rich.console import Console
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from akv_jax.engine import ServingEngine
     from akv_jax.models.load import LoadedModel
     from akv_jax.models.sharding import Layout
+    from akv_jax.nodes import Nodes
+    from akv_jax.runtime.multi_process import Followers
     from serving.settings import Environment, Settings
 
 #: Exit codes: a failure of ours, and the usual one for a bad command line, port or model.
@@ -114,6 +116,10 @@ def argument_parser() -> argparse.ArgumentParser:
     add(
         "--disaggregation", type=_split, metavar="prefill=N,decode=M", help="prefill and decode on devices of their own"
     )
+    add("--nnodes", type=_positive, default=1, metavar="N", help="processes that share the devices (%(default)s)")
+    add("--node-rank", type=int, default=0, metavar="R", help="which of them this is; 0 answers HTTP (%(default)s)")
+    add("--dist-init-addr", metavar="HOST:PORT", help="where they meet: a free port of node 0's machine")
+    add("--dist-timeout", type=float, default=300, metavar="S", help="seconds they wait for each other (%(default)s)")
     add("--attention-backend", default="xla", metavar="NAME", help="attention by name (%(default)s)")
     add("--context-length", type=_positive, metavar="N", help="positions a request may use (default: the model's)")
     add("--max-total-tokens", type=_positive, metavar="N", help="KV pool size, tokens (default: by memory)")
@@ -164,19 +170,88 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.model is not None and not os.path.exists(arguments.model):
         parser.error(f"--model: no such file or directory: {arguments.model}")
     folder = _cache_folder(parser, arguments)
+    nodes = _nodes(parser, arguments)
     configure_process(arguments.log_level)
-    environment = Environment.read()
+    environment, console = Environment.read(), Console(stderr=True)
+    if nodes is not None and nodes.rank > 0:
+        return _follow(nodes, arguments, environment.cache_dir, console)
     settings = settings_of(arguments, environment)
-    try:
-        listener = listen(arguments.host, arguments.port)
-    except OSError as error:
-        parser.error(f"cannot listen on {arguments.host}:{arguments.port}: {error.strerror or error}")
-    console = Console(stderr=True)
+    listener = _listen_or_exit(parser, arguments.host, arguments.port)
+    if nodes is not None:
+        meeting = _listen_or_exit(parser, nodes.host, nodes.port)
+        return _lead(nodes, meeting, arguments, environment.cache_dir, settings, listener, console)
     if arguments.replicas is not None:
         from akv_jax.replicas import serve_replicas
 
         return serve_replicas(arguments, settings, environment, listener, console)
     return _serve(background_engine(arguments, environment.cache_dir, folder, console), settings, listener, console)
+
+
+def _listen_or_exit(parser: argparse.ArgumentParser, host: str, port: int) -> socket.socket:
+    try:
+        return listen(host, port)
+    except OSError as error:
+        parser.error(f"cannot listen on {host}:{port}: {error.strerror or error}")
+
+
+def _nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Nodes | None:
+    """The flags of a server out of several processes."""
+    if arguments.nnodes == 1 and arguments.dist_init_addr is None and arguments.node_rank == 0:
+        return None
+    from akv_jax.nodes import nodes_of
+
+    return nodes_of(parser, arguments)
+
+
+def _lead(
+    nodes: Nodes,
+    meeting: socket.socket,
+    arguments: argparse.Namespace,
+    cache_dir: Path,
+    settings: Settings,
+    listener: socket.socket,
+    console: Console,
+) -> int:
+    """Serve with other processes, which come to `meeting`. Returns the exit code 0, or ends the process."""
+    from akv_jax.async_engine import AsyncEngine
+    from akv_jax.nodes import leave, meet
+
+    leaving = contextlib.ExitStack()
+
+    def make_engine() -> ServingEngine:
+        followers = meet(nodes, meeting, lost)
+        leaving.callback(leave, followers)
+        return load_engine(arguments, cache_dir, nodes, followers)
+
+    def lost(error: BaseException) -> None:
+        # The engine may be in a step that never ends: it is not asked, and nobody waits for it.
+        engine.fail(error)
+        threading.Timer(CUT_SECONDS, lambda: _exit(_explain(error, console))).start()
+
+    engine = AsyncEngine(make_engine, WarmUpBar(console), lambda _: leaving.close())
+    code = _serve(engine, settings, listener, console, ends_with_engine=True)
+    # JAX would wait for the other processes.
+    return 0 if code == 0 else _exit(code)
+
+
+def _follow(nodes: Nodes, arguments: argparse.Namespace, cache_dir: Path, console: Console) -> int:
+    """Another process's part of a server, until the leader ends. Returns the exit code 0, or ends the process."""
+    from akv_jax.nodes import run_follower
+
+    try:
+        run_follower(nodes, lambda: _load(arguments, cache_dir))
+    except KeyboardInterrupt:
+        _exit(EXIT_FAILURE)
+    except Exception as error:
+        _exit(_explain(error, console))
+    return 0
+
+
+def _exit(code: int) -> NoReturn:
+    """At once, whatever other threads are in."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def settings_of(arguments: argparse.Namespace, environment: Environment) -> Settings:
@@ -269,8 +344,17 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
-def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, console: Console) -> int:
-    """Listen at once, load beside it, serve until a signal comes or the engine cannot start. Returns the exit code."""
+def _serve(
+    engine: AsyncEngine,
+    settings: Settings,
+    listener: socket.socket,
+    console: Console,
+    ends_with_engine: bool = False,
+) -> int:
+    """Listen at once, load beside it, serve until a signal comes or the engine cannot start. Returns the exit code.
+
+    A server whose engine fails later says so to everybody who asks, or ends too (`ends_with_engine`).
+    """
     from serving.app import create_app
 
     def drain() -> None:
@@ -287,7 +371,13 @@ def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, con
         else:
             print_summary(console, engine, url_of(listener), settings)
 
+    def watch() -> None:
+        engine.wait_failed()
+        server.should_exit = True
+
     engine.start()
+    if ends_with_engine:
+        threading.Thread(target=watch, daemon=True).start()
     greeter = threading.Thread(target=greet, daemon=True)
     greeter.start()
     server.run(sockets=[listener])
@@ -297,7 +387,8 @@ def _serve(engine: AsyncEngine, settings: Settings, listener: socket.socket, con
         os._exit(0)
     # A second Ctrl-C does not wait for what is being stored.
     with contextlib.suppress(KeyboardInterrupt):
-        engine.wait_finished()
+        if engine.failure is None:
+            engine.wait_finished()
     if engine.failure is not None:
         return _explain(engine.failure, console)
     return 0
@@ -308,39 +399,56 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def load_engine(arguments: argparse.Namespace, cache_dir: Path) -> ServingEngine:
+def load_engine(
+    arguments: argparse.Namespace, cache_dir: Path, nodes: Nodes | None = None, followers: Followers | None = None
+) -> ServingEngine:
     """Load the model and build the engine, not warmed up yet.
 
     Raises:
         ModelError: the model cannot be had.
         FlagError: flags that do not fit this model or machine.
+        NodeError: another node that cannot take part.
     """
-    import jax
-
     from akv_jax.disaggregated import over_devices
     from akv_jax.engine import Engine
-    from akv_jax.models.load import load_model
     from akv_jax.runtime.placement import model_mesh
-    from akv_jax.runtime.runner import Runner, default_dtype
+    from akv_jax.runtime.runner import Runner
+
+    if nodes is not None and followers is not None:
+        from akv_jax.nodes import lead, mesh_of
+
+        mesh = mesh_of(nodes)
+        model, config = _load(arguments, cache_dir)
+        runner = Runner(model.config, model.params, config, mesh)
+        return Engine(model, config, runner=runner, device=lead(followers, model, config, runner))
+    split: Disaggregation | None = arguments.disaggregation
+    devices = _devices(arguments.tp if split is None else split.devices)
+    model, config = _load(arguments, cache_dir)
+    if split is not None:
+        return over_devices(model, config, split, devices)
+    mesh = model_mesh(devices) if len(devices) > 1 else None
+    return Engine(model, config, runner=Runner(model.config, model.params, config, mesh))
+
+
+def _load(arguments: argparse.Namespace, cache_dir: Path) -> tuple[LoadedModel, EngineConfig]:
+    """The model, and an engine's sizes as they fit this machine."""
+    import jax
+
+    from akv_jax.models.load import load_model
+    from akv_jax.runtime.runner import default_dtype
     from pallas_kernels.segment_attention.api import backend
 
     try:
         backend(arguments.attention_backend)
     except ValueError as error:
         raise FlagError(f"--attention-backend: {error}") from None
-    split: Disaggregation | None = arguments.disaggregation
-    devices = _devices(arguments.tp if split is None else split.devices)
     # The second start finds its programs compiled.
     jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     wanted = default_dtype(jax.local_devices()[0].platform) if arguments.dtype == "auto" else arguments.dtype
     dtype = cast(Dtype, wanted)
     model = load_model(Path(arguments.model) if arguments.model else None, dtype, cache_dir / "models")
-    config = engine_config(arguments, model, dtype)
-    if split is not None:
-        return over_devices(model, config, split, devices)
-    mesh = model_mesh(devices) if len(devices) > 1 else None
-    return Engine(model, config, runner=Runner(model.config, model.params, config, mesh))
+    return model, engine_config(arguments, model, dtype)
 
 
 def _devices(count: int) -> Sequence[Any]:
@@ -397,7 +505,7 @@ def engine_config(
         raise FlagError(f"--context-length {context_length}: {model.name} was trained for at most {longest} positions")
     num_pages = arguments.max_total_tokens
     if num_pages is None:
-        devices = arguments.tp if split is None else split.devices
+        devices = arguments.tp // arguments.nnodes if split is None else split.devices
         fitting = _pool_bytes(arguments.mem_fraction_static, layout, dtype, devices) // page_bytes(layout.local, dtype)
         if fitting < MIN_POOL:
             raise FlagError(
@@ -492,10 +600,11 @@ def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Set
 def _explain(error: BaseException, console: Console) -> int:
     """Say why there is no server. A person's mistake gets a sentence, ours a traceback. Returns the exit code."""
     from akv_jax.models.weights.errors import ModelError
+    from akv_jax.runtime.multi_process import NodeError
 
-    if isinstance(error, ModelError | FlagError):
+    if isinstance(error, ModelError | FlagError | NodeError):
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return EXIT_USAGE
+        return EXIT_FAILURE if isinstance(error, NodeError) else EXIT_USAGE
     console.print("".join(traceback.format_exception(error)), markup=False, highlight=False, soft_wrap=True)
     return EXIT_FAILURE
 

@@ -136,10 +136,14 @@ class Runner:
 
     def warm_up(self, progress: Progress = lambda *_: None) -> None:
         """Compile every executable and run each once."""
+        self.rehearse(self.run, progress, self.compile(progress))
+
+    def compile(self, progress: Progress = lambda *_: None, samples: bool = True) -> int:
+        """Compile every executable; `samples` says whether tokens will be sampled here. Returns how many they are."""
         jobs: list[tuple[str, Callable[[], Any]]] = []
         for rows in reversed(self.buckets):
             jobs.append((f"step of {rows} rows", functools.partial(self._step, rows)))
-        for rows in sorted({self.logit_rows(rows) for rows in self.buckets}):
+        for rows in sorted({self.logit_rows(rows) for rows in self.buckets}) if samples else ():
             for adjusted in (False, True):
                 jobs.append((f"sampling of {rows} rows", functools.partial(self._sampler, rows, adjusted)))
         # XLA compiles outside Python's lock, and mostly on one core each. The largest come first.
@@ -148,18 +152,19 @@ class Runner:
             for done, future in enumerate(as_completed(running)):
                 progress(running[future], done, len(jobs) + 1)
                 future.result()
-        progress("first runs", len(jobs), len(jobs) + 1)
+        return len(jobs)
+
+    def rehearse(self, run: Callable[[StepPlan, SamplingPlan], StepResult], progress: Progress, compiled: int) -> None:
+        """`run` a full step of every bucket: some kernels are only built when they first run."""
+        progress("first runs", compiled, compiled + 1)
         for rows in self.buckets:
-            # Some kernels are only built when they first run: go through every branch.
-            self.run(rehearsal(rows), SamplingPlan(empty_sampling(1), None))
-        progress("ready", len(jobs) + 1, len(jobs) + 1)
+            # Go through every branch.
+            run(rehearsal(rows), SamplingPlan(empty_sampling(1), None))
+        progress("ready", compiled + 1, compiled + 1)
 
     def run(self, plan: StepPlan, sampling: SamplingPlan) -> StepResult:
         """One forward pass and one sampled token for each logit row."""
-        rows = next((bucket for bucket in self.buckets if bucket >= len(plan.tokens)), None)
-        if rows is None:
-            raise ValueError(f"a step of {len(plan.tokens)} queries, the largest bucket has {self.largest_bucket}")
-        logits = self._run(plan, rows)
+        logits = self.forward(plan)
         # Every device of a mesh has all of them; one is enough to sample.
         logits = logits if self.placement.mesh is None else logits.addressable_shards[0].data
         padded = jax.tree.map(lambda a: _pad_rows(a, logits.shape[0]), sampling)
@@ -167,6 +172,15 @@ class Runner:
         sampled: Sampled = self._sampler(logits.shape[0], padded.adjustment is not None)(logits, *arguments)
         tokens, logprobs, top_ids, top_logprobs = jax.device_get(sampled)
         return StepResult(tokens, logprobs, top_ids, top_logprobs, logits)
+
+    def forward(self, plan: StepPlan) -> jax.Array:
+        """One forward pass: float32 logits [logit rows of its bucket, V] on every device, before they are there."""
+        rows = next((bucket for bucket in self.buckets if bucket >= len(plan.tokens)), None)
+        if rows is None:
+            raise ValueError(f"a step of {len(plan.tokens)} queries, the largest bucket has {self.largest_bucket}")
+        batch = self._build(plan, rows)
+        logits, self._pool = self._step(rows)(self._params, self._tables, self._pool, batch)
+        return logits
 
     def read_pages(self, pages: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         """What int32 [pages] hold: layer by layer K, then V, each [pages, G*D] with a name.
@@ -216,11 +230,6 @@ class Runner:
     def copy_in(self, pages: np.ndarray, blocks: list[jax.Array]) -> None:
         """Put such blocks into int32 [pages]."""
         self._pool = self.page_blocks.into(self._pool, pages, blocks)
-
-    def _run(self, plan: StepPlan, rows: int) -> jax.Array:
-        batch = self._build(plan, rows)
-        logits, self._pool = self._step(rows)(self._params, self._tables, self._pool, batch)
-        return logits
 
     def _build(self, plan: StepPlan, rows: int) -> StepBatch:
         return build(
