@@ -191,7 +191,7 @@ class DisaggregatedEngine:
             self._works.note_starts(schedule, begun)
         else:
             # What it has lost is computed where prompts are.
-            for job in side.scheduler.leave():
+            for job in side.scheduler.empty_queue():
                 self.prefill.scheduler.requeue(job)
         for job in schedule.exhausted:
             self._outputs.append(self._works.exhausted(job, side.config.num_pages))
@@ -282,9 +282,9 @@ class DisaggregatedEngine:
             self.decode.scheduler.finish(job)
             return
         job.hold = "moving"
-        left = functools.partial(self.decode.scheduler.finish, job)
+        copied_out = functools.partial(self.decode.scheduler.finish, job)
         ended = functools.partial(self._returned, moving)
-        self._to_prefill.send(moving.source.pages, moving.target.pages, left, ended)
+        self._to_prefill.send(moving.source.pages, moving.target.pages, copied_out, ended)
 
     def _returned(self, moving: Moving, error: Exception | None) -> None:
         if error is None:

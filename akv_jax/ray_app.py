@@ -248,7 +248,8 @@ def build(options: Mapping[str, Any]) -> serve.Application:
 
     Addresses and ports are Ray's business here, and numbers of replicas may be the configuration file's.
     """
-    from akv_jax.serve import argument_parser, settings_of
+    from akv_jax.flags import argument_parser
+    from akv_jax.serve import settings_of
 
     flags: list[str] = []
     for name, value in options.items():

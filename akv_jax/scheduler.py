@@ -236,21 +236,20 @@ class Scheduler:
         self.preemptions += 1
         self._overcommitted = True
         self._stop(job)
-        if job.decoding:
-            # What it has generated since is computed again, as a part of the prompt.
-            job.peak = self._peak(job.timeline, ())
-        bisect.insort(self.waiting, job, key=lambda j: j.arrival)
+        self.requeue(job)
 
     # -- from and to another side ------------------------------------------------------------------------------------
 
-    def leave(self) -> list[Job]:
+    def empty_queue(self) -> list[Job]:
         """Take everybody out of the queue, to wait somewhere else."""
         waiting, self.waiting = self.waiting, []
         return waiting
 
     def requeue(self, job: Job) -> None:
-        """Queue a job that another side has retracted, in its old place."""
-        job.peak = self._peak(job.timeline, ())
+        """Queue a job that was retracted, here or on another side, in its old place."""
+        if job.decoding:
+            # What it has generated since is computed again, as a part of the prompt.
+            job.peak = self._peak(job.timeline, ())
         bisect.insort(self.waiting, job, key=lambda j: j.arrival)
 
     def receive(self, job: Job, held: ActiveSet, most: int) -> Moving | None:

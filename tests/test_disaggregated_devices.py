@@ -1,4 +1,4 @@
-"""Prefill and decode on four devices each, eight virtual ones in all, in a process of its own: this one has one."""
+"""Prefill and decode on four devices each. The conformance test has it as a flag: a process of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from akv_jax.config import Disaggregation
-from akv_jax.serve import argument_parser
+from akv_jax.flags import argument_parser
 from tests.serving.running import eventually
 from tests.test_disaggregated import tokens
 

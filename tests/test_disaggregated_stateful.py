@@ -10,7 +10,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, settings
+from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -19,11 +19,11 @@ from hypothesis.stateful import (
     multiple,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from akv_jax.config import RepositionMode
 from spec.operations import Append, History, Reposition
+from tests.episodes import play
 from tests.test_stateful import BEGINNINGS, LONGEST, Told, count_of, dropping, drops, places, replies, some, tokens
 from tests.two_layers import MODES, oracle
 from tests.two_sides import Asked, TwoSides
@@ -143,29 +143,14 @@ class Agents(RuleBasedStateMachine):
         event(f"transfers failed: {min(stats.transfers_failed_total, 3)}")
 
 
-def play(mode: RepositionMode, episodes: int, *, derandomize: bool) -> None:
-    """That many episodes of twenty rules."""
-    run_state_machine_as_test(
-        lambda: Agents(mode),
-        settings=settings(
-            max_examples=episodes,
-            stateful_step_count=20,
-            deadline=None,
-            derandomize=derandomize,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_episodes(mode: RepositionMode) -> None:
     """A4, A7, C4, C7, R5: the same episodes every time."""
-    play(mode, 5, derandomize=True)
+    play(lambda: Agents(mode), 5, 20, derandomize=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_many_episodes(mode: RepositionMode) -> None:
     """The same, new ones every time."""
-    play(mode, 1_000, derandomize=False)
+    play(lambda: Agents(mode), 1_000, 20, derandomize=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, event, settings
+from hypothesis import event
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -23,11 +23,11 @@ from hypothesis.stateful import (
     multiple,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from akv_jax.config import RepositionMode
 from spec.operations import Append, Drop, History, Operation, Reposition, canonical
+from tests.episodes import play
 from tests.two_layers import CHUNK, MODES, PAGES, RUNNING, oracle, warm
 from tests.watched_engine import Asked, WatchedEngine
 
@@ -248,29 +248,14 @@ def stage(asked: Asked) -> str:
     return "between chunks" if asked.computed else "queued"
 
 
-def play(mode: RepositionMode, episodes: int, *, derandomize: bool) -> None:
-    """That many episodes of thirty rules."""
-    run_state_machine_as_test(
-        lambda: Agents(mode),
-        settings=settings(
-            max_examples=episodes,
-            stateful_step_count=30,
-            deadline=None,
-            derandomize=derandomize,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_episodes(mode: RepositionMode) -> None:
     """A4, A6, A7, C1-C7: the same seventy-five episodes every time."""
-    play(mode, 75, derandomize=True)
+    play(lambda: Agents(mode), 75, 30, derandomize=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_many_episodes(mode: RepositionMode) -> None:
     """The same, new ones every time."""
-    play(mode, 2_500, derandomize=False)
+    play(lambda: Agents(mode), 2_500, 30, derandomize=False)

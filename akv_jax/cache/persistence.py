@@ -113,7 +113,8 @@ def save(folder: Path, identity: Identity, tree: TreeExport, arrays: Iterable[tu
     """
     prepare(folder)
     with _locked(folder, fcntl.LOCK_EX):
-        if (old := _head(folder / INDEX)) is not None and not old.startswith(_MAGIC):
+        # An empty one is nobody's: what a full disk or a crash of the machine leaves.
+        if (old := _head(folder / INDEX)) and not old.startswith(_MAGIC):
             raise StoredCacheError(f"{folder / INDEX} is no KV cache of this program; it is left alone")
         new = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=folder))
         try:

@@ -118,14 +118,14 @@ def compile_for(
     On a mesh `function` is called with each device's part of the arguments and returns its part of `results`, a tree of
     partition specs.
     """
-    structs = jax.tree.map(lambda a: _struct(a, mesh), tuple(arguments))
+    structs = jax.tree.map(lambda a: struct_of(a, mesh), tuple(arguments))
     if mesh is not None:
         specs = jax.tree.map(lambda struct: struct.sharding.spec, structs)
         function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
     return jax.jit(function, donate_argnums=donate).lower(*structs).compile()
 
 
-def _struct(array: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+def struct_of(array: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
     """What is known of an array; what comes from the host goes to every device."""
     sharding = None
     if mesh is not None:

@@ -26,6 +26,7 @@ from akv_jax.runtime.page_blocks import PageBlocks
 from akv_jax.runtime.placement import Placement
 from akv_jax.runtime.sampling import Adjustment, Sampled, SamplingBatch, sample
 from akv_jax.runtime.step import Step, compile_step
+from pallas_kernels.numerics import cpu_multiplies_bfloat16
 
 #: Pages that are written at once when a stored cache is loaded.
 LOAD_BLOCK = 1024
@@ -83,11 +84,7 @@ def default_dtype(platform: str) -> str:
     """bfloat16 where a device of that platform computes it in hardware, else float32."""
     if platform != "cpu":
         return "bfloat16"
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            return "bfloat16" if "avx512_bf16" in info.read() else "float32"
-    except OSError:
-        return "float32"
+    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"
 
 
 def default_compile_unit(platform: str) -> CompileUnit:
@@ -310,7 +307,7 @@ def rehearsal(rows: int) -> StepPlan:
     positions = np.arange(rows, dtype=np.int32)
     segments = [Segment(0, 1, tokens[:1], positions[:1], tokens[:1])]
     if rows > 1:
-        segments.append(Segment(1, rows, tokens, positions, -(positions // 2)))
+        segments.append(Segment(1, rows, tokens[1:], positions[1:], -(positions[1:] // 2)))
     return StepPlan(tokens, positions, tokens, tuple(segments), NO_MOVES, tokens[:1])
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from akv_jax.models.rope import RotaryTable
 from akv_jax.models.sharding import MODEL, POOL_SPEC
 from akv_jax.runtime.batch import StepBatch
 from akv_jax.runtime.host_array import empty_aligned
-from akv_jax.runtime.placement import EVERYWHERE, compile_for, everywhere
+from akv_jax.runtime.placement import EVERYWHERE, compile_for, everywhere, struct_of
 
 #: From weights, tables, the donated pool and a batch to float32 logits [S, V] and the pool.
 Step = Callable[[Params, Sequence[RotaryTable], Pool, StepBatch], tuple[jax.Array, Pool]]
@@ -41,8 +42,9 @@ def compile_step(
     On a mesh `config` is what one device computes with (`sharding.Layout.local`).
     """
     make = LayeredStep if unit == "layer" else WholeStep
-    params, tables, pool, batch = arguments
-    return make(config, kernels, params, tables, pool, Packing(batch), tile=tile, mesh=mesh)
+    *arrays, batch = arguments
+    params, tables, pool = jax.tree.map(lambda array: struct_of(array, mesh), arrays)
+    return make(StepSpec(config, kernels, params, tables, pool, Packing(batch), tile, mesh))
 
 
 class Packed(NamedTuple):
@@ -95,24 +97,35 @@ class Packing:
         return jax.tree.unflatten(self._structure, leaves)
 
 
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """What a step is compiled for (see `compile_step`). It holds no arrays."""
+
+    config: ModelConfig
+    kernels: Kernels
+    #: Trees of `jax.ShapeDtypeStruct`.
+    params: Any
+    tables: Any
+    pool: Any
+    packing: Packing
+    tile: int
+    mesh: Mesh | None
+
+    @property
+    def axis(self) -> str | None:
+        return None if self.mesh is None else MODEL
+
+    def put(self, batch: StepBatch) -> Packed:
+        """A batch on every device."""
+        return everywhere(self.mesh, self.packing.pack(batch))
+
+
 class WholeStep:
     """One executable, `compiled`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        kernels: Kernels,
-        params: Any,
-        tables: Any,
-        pool: Any,
-        packing: Packing,
-        *,
-        tile: int,
-        mesh: Mesh | None,
-    ) -> None:
-        """Of `params`, `tables` and `pool` only shapes and shardings count."""
-        self._mesh, self._packing = mesh, packing
-        axis = None if mesh is None else MODEL
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
+        config, unpack = spec.config, spec.packing.unpack
         # Layers share tables, and an argument that is there once for each of them counts as often.
         kinds = list(dict.fromkeys(layer.rotary for layer in config.layers))
         uses = [kinds.index(layer.rotary) for layer in config.layers]
@@ -120,19 +133,17 @@ class WholeStep:
 
         def function(params: Params, tables: Sequence[RotaryTable], pool: Pool, packed: Packed) -> Any:
             each = [tables[kind] for kind in uses]
-            return forward(config, kernels, params, each, pool, packing.unpack(packed), tile=tile, axis=axis)
+            return forward(config, spec.kernels, params, each, pool, unpack(packed), tile=spec.tile, axis=spec.axis)
 
         pools: Any = (POOL_SPEC,) * config.num_layers
         results = (EVERYWHERE, Pool(pools, pools))
-        arguments = params, self._distinct(tables), pool, packing.shapes
-        self.compiled = compile_for(mesh, function, arguments, results, donate=(2,))
+        arguments = spec.params, self._distinct(spec.tables), spec.pool, spec.packing.shapes
+        self.compiled = compile_for(spec.mesh, function, arguments, results, donate=(2,))
 
     def __call__(
         self, params: Params, tables: Sequence[RotaryTable], pool: Pool, batch: StepBatch
     ) -> tuple[jax.Array, Pool]:
-        packed = self._packing.pack(batch)
-        packed = packed if self._mesh is None else everywhere(self._mesh, packed)
-        return self.compiled(params, self._distinct(tables), pool, packed)
+        return self.compiled(params, self._distinct(tables), pool, self._spec.put(batch))
 
     def _distinct(self, tables: Sequence[RotaryTable]) -> tuple[RotaryTable, ...]:
         """Of one table a layer, each that differs once."""
@@ -142,22 +153,10 @@ class WholeStep:
 class LayeredStep:
     """Calls an executable for each layer in turn; layers alike share theirs."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        kernels: Kernels,
-        params: Any,
-        tables: Any,
-        pool: Any,
-        packing: Packing,
-        *,
-        tile: int,
-        mesh: Mesh | None,
-    ) -> None:
-        """Of `params`, `tables` and `pool` only shapes and shardings count."""
-        self._mesh, self._packing = mesh, packing
-        axis = None if mesh is None else MODEL
-        outer, packed, unpack = _outside_layers(params), packing.shapes, packing.unpack
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
+        config, kernels, axis, mesh = spec.config, spec.kernels, spec.axis, spec.mesh
+        outer, packed, unpack = _outside_layers(spec.params), spec.packing.shapes, spec.packing.unpack
 
         def first(outer: Params, packed: Packed) -> jax.Array:
             return embed(axis, outer, unpack(packed))
@@ -170,11 +169,13 @@ class LayeredStep:
         self._head = compile_for(mesh, last, (outer, stream, packed), EVERYWHERE)
         kinds: dict[Any, Any] = {}
         self._layers = []
-        for layer, weights, table, k, v in zip(config.layers, params["layers"], tables, *pool, strict=True):
+        for layer, weights, table, k, v in zip(
+            config.layers, spec.params["layers"], spec.tables, *spec.pool, strict=True
+        ):
             leaves, structure = jax.tree.flatten((weights, table, k, v))
             kind = layer, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             if kind not in kinds:
-                function = functools.partial(decoder_layer, config, layer, kernels, tile, axis)
+                function = functools.partial(decoder_layer, config, layer, kernels, spec.tile, axis)
                 kinds[kind] = compile_for(
                     mesh,
                     lambda weights, table, x, k, v, packed, run=function: run(weights, table, x, k, v, unpack(packed)),
@@ -188,7 +189,7 @@ class LayeredStep:
         self, params: Params, tables: Sequence[RotaryTable], pool: Pool, batch: StepBatch
     ) -> tuple[jax.Array, Pool]:
         # Every layer reads it.
-        packed = everywhere(self._mesh, self._packing.pack(batch))
+        packed = self._spec.put(batch)
         outer = _outside_layers(params)
         x = self._embed(outer, packed)
         keys, values = list(pool.k), list(pool.v)

@@ -51,16 +51,16 @@ class Link:
         self,
         source: np.ndarray,
         target: np.ndarray,
-        left: Callable[[], None],
+        copied_out: Callable[[], None],
         ended: Callable[[Exception | None], None],
     ) -> None:
         """Copy pages `source` to pages `target`, int32 [pages] each.
 
-        `left` is called when the source pages are no longer needed, then `ended`, with an error if the target could not
-        take them. If it comes to nothing before that, `ended` alone is called, with the error.
+        `copied_out` is called when the source pages are no longer needed, then `ended`, with an error if the target
+        could not take them. If it comes to nothing before that, `ended` alone is called, with the error.
         """
         if not len(source):
-            left()
+            copied_out()
             ended(None)
             return
         out_of, into = self._copiers()
@@ -85,7 +85,7 @@ class Link:
             stage(f"{self._source} to {self._target}", lambda: into.bring(blocks), put)
 
         def put(blocks: list[Any]) -> None:
-            left()
+            copied_out()
             stage(self._target, lambda: into.copy_in(target, blocks), arrived)
 
         def arrived(_: None) -> None:

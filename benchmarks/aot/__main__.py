@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     # The longest first. The step that decides how large a pool fits is always whole: what adds up over layers shows.
     decisive = jobs.Job("step", "gpt-oss-120b", rows=max(jobs.ROWS))
-    wanted = list(dict.fromkeys([decisive, *(jobs.step_jobs(0) if options.all else [])]))
+    wanted: list[jobs.Job] = list(dict.fromkeys([decisive, *(jobs.step_jobs(0) if options.all else [])]))
     wanted += [job for job in jobs.step_jobs(LAYERS)[::-1] if replace(job, layers=0) not in wanted]
     wanted += [jobs.Job("step", "gpt-oss-120b", rows=1, layers=LAYERS, donated=False), *jobs.kernel_jobs()]
     results = observe_all([job for job in wanted if options.only in job.name], options.processes)

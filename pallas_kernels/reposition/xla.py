@@ -22,7 +22,8 @@ def reposition(
     rows = cos.shape[-2]
     # All layers as one long pool, and all tables as one: reshaping copies nothing.
     cos, sin = (jnp.asarray(table).reshape(-1, table.shape[-1]) for table in (cos, sin))
-    pools = tuple(jnp.asarray(pool).reshape(layers * pages, shape[-1]) for pool in (k_pool, v_pool))
+    long = layers * pages, shape[-1]
+    pools = jnp.asarray(k_pool).reshape(long), jnp.asarray(v_pool).reshape(long)
 
     def of_layer(layer: Array | int, table: Array | int, pools: tuple[Array, Array]) -> tuple[Array, Array]:
         def move(index: Array, pools: tuple[Array, Array]) -> tuple[Array, Array]:

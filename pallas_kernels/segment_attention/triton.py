@@ -65,23 +65,22 @@ def segment_attention(
     sin: Array,
     sinks: Array | None,
     attention: Attention,
+    *,
+    interpret: bool = False,
 ) -> Array:
-    """See `api.SegmentAttention`. Needs a GPU."""
-    return _launch_both(Operands(q, k_pool, v_pool, batch, cos, sin, sinks), attention, interpret=False)
+    """See `api.SegmentAttention`. `interpret` runs it without a GPU, slowly."""
+    only_rows = batch.tiles.query.shape[0] == 0
+    if only_rows:
+        # Empty arrays are no operands for Pallas.
+        batch = batch._replace(tiles=batch.rows)
+    operands = Operands(q, k_pool, v_pool, batch, cos, sin, sinks)
+    # Zeros that wait for the queries: XLA would make those of all layers at once, at the start, and keep them.
+    _, out = lax.optimization_barrier((q, jnp.zeros_like(q)))
+    out = launch("rows", operands, batch.rows, out, attention, interpret=interpret)
+    return out if only_rows else launch("tiles", operands, batch.tiles, out, attention, interpret=interpret)
 
 
-def interpreted(
-    q: Array,
-    k_pool: Array,
-    v_pool: Array,
-    batch: SegmentBatch,
-    cos: Array,
-    sin: Array,
-    sinks: Array | None,
-    attention: Attention,
-) -> Array:
-    """The same kernels by Pallas' interpreter, on any device: for tests."""
-    return _launch_both(Operands(q, k_pool, v_pool, batch, cos, sin, sinks), attention, interpret=True)
+interpreted = functools.partial(segment_attention, interpret=True)
 
 
 def config_of(kind: Kind, attention: Attention, dtype: Any) -> Config:
@@ -108,19 +107,6 @@ def launch(kind: Kind, operands: Operands, tasks: Lists, out: Array, attention: 
     inputs = operands, tasks, division
     out, partial = call(functools.partial(segment_attention_walk, form), inputs, out, (partial,), *form.config[2:4])
     return call(functools.partial(segment_attention_merge, form), (tasks, division, partial), out, (), 4, 2)[0]
-
-
-def _launch_both(operands: Operands, attention: Attention, *, interpret: bool) -> Array:
-    only_rows = operands.batch.tiles.query.shape[0] == 0
-    if only_rows:
-        # Empty arrays are no operands for Pallas.
-        operands = operands._replace(batch=operands.batch._replace(tiles=operands.batch.rows))
-    # Zeros that wait for the queries: XLA would make those of all layers at once, at the start, and keep them.
-    _, out = lax.optimization_barrier((operands.q, jnp.zeros_like(operands.q)))
-    out = launch("rows", operands, operands.batch.rows, out, attention, interpret=interpret)
-    if only_rows:
-        return out
-    return launch("tiles", operands, operands.batch.tiles, out, attention, interpret=interpret)
 
 
 def _call(

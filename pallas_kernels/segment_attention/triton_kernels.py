@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.numerics import dot
 from pallas_kernels.segment_attention.api import Attention, Lists, SegmentBatch
 
 #: Below every score. It is finite, so that what is masked (-inf) weighs nothing where a query has seen no entry yet.
@@ -284,7 +285,7 @@ def _fold(
     present = entry < span.stop if masked else None
     pages = _load(operands.batch.pages, (span.first + entry,), present)
     keys = _load_heads(form, operands.k_pool, pages, group, present, q.dtype)
-    scores = _dot(q, keys, 1)
+    scores = dot(q, keys, 1)
     if attention.softcap is None:
         scale = attention.scale * _LOG2E
     else:
@@ -303,7 +304,7 @@ def _fold(
     return Softmax(
         top,
         state.total * keep + jnp.sum(weights, axis=1),
-        state.values * keep[:, None] + _dot(weights.astype(q.dtype), values, 0),
+        state.values * keep[:, None] + dot(weights.astype(q.dtype), values, 0),
     )
 
 
@@ -322,13 +323,6 @@ def _load_heads(form: Form, pool: Any, pages: Any, group: Any, present: Any, dty
         mask = jnp.broadcast_to(mask, (form.config.entries, form.dim))
     rows = _load(pool, (pages[:, None], (group * size + dims)[None, :]), mask)
     return (lax.bitcast_convert_type(rows, jnp.bfloat16) if rows.dtype == jnp.uint16 else rows).astype(dtype)
-
-
-def _dot(a: Any, b: Any, axis: int) -> Any:
-    """a [M, K] with b contracted over `axis`, accumulated in float32 (and never in TF32)."""
-    return lax.dot_general(
-        a, b, (((1,), (axis,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
 
 
 def segment_attention_merge(form: Form, tasks: Lists, division: Division, partial: Softmax, _: Any, out: Any) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.numerics import cpu_multiplies_bfloat16, dot
 from pallas_kernels.rotary import rotate
 from pallas_kernels.segment_attention.api import LIST_PADDING, Attention, Lists, SegmentBatch
 
@@ -55,7 +56,7 @@ def segment_attention(
     out = _tasks(scaled.astype(jnp.float32) if wide else scaled, out, batch.rows, 1, inputs, attention)
     if not batch.tiles.query.shape[0]:
         return out
-    wide = wide and not _multiplies_bfloat16()
+    wide = wide and not cpu_multiplies_bfloat16()
     return _tasks(scaled.astype(jnp.float32) if wide else scaled, out, batch.tiles, attention.tile, inputs, attention)
 
 
@@ -85,16 +86,6 @@ def _tasks(q: Array, out: Array, lists: Lists, size: int, inputs: _Inputs, atten
         return lax.dynamic_update_slice_in_dim(out, values, first, axis=0)
 
     return lax.fori_loop(0, lists.num, one, out)[:rows]
-
-
-@functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it; without, XLA widens bfloat16 operands at several times our cost."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            return "avx512_bf16" in info.read()
-    except OSError:
-        return False
 
 
 def _attend(
@@ -174,7 +165,7 @@ def _fold(
     query: Array, keys: Array, values: Array, seen: Array | None, state: _Softmax, attention: Attention
 ) -> _Softmax:
     """Keys and values [BLOCK, E]; `seen` bool [M, BLOCK] hides some from some."""
-    scores = _dot(query, keys, 1)
+    scores = dot(query, keys, 1)
     if attention.softcap is not None:
         scores = attention.softcap * jnp.tanh(scores / attention.softcap)
     if seen is not None:
@@ -186,14 +177,7 @@ def _fold(
     return _Softmax(
         top,
         state.total * keep + weights.sum(axis=1),
-        state.values * keep[:, None] + _dot(weights.astype(values.dtype), values, 0),
-    )
-
-
-def _dot(a: Array, b: Array, axis: int) -> Array:
-    """a [M, K] with b contracted over `axis`, accumulated in float32 (and never in TF32)."""
-    return lax.dot_general(
-        a, b, (((1,), (axis,)), ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        state.values * keep[:, None] + dot(weights.astype(values.dtype), values, 0),
     )
 
 

@@ -458,6 +458,15 @@ def test_nothing_stored_is_no_error(tmp_path: Path) -> None:
     assert shared().engine(disable_radix_cache=False).load_cache(tmp_path / "not there") == 0
 
 
+def test_an_empty_index_is_refused_and_replaced(stored_engine: Engine, tmp_path: Path) -> None:
+    """What a full disk or a crash of the machine may leave is not for people to clear away."""
+    (tmp_path / INDEX).touch()
+    with pytest.raises(StoredCacheError, match="no KV cache of this program"):
+        shared().engine(disable_radix_cache=False).load_cache(tmp_path)
+    pages = stored_engine.save_cache(tmp_path)
+    assert shared().engine(disable_radix_cache=False).load_cache(tmp_path) == pages > 0
+
+
 def test_files_of_others_are_left_alone(stored_engine: Engine, tmp_path: Path) -> None:
     """Neither an index of something else nor a folder with a name like ours loses anything."""
     (tmp_path / INDEX).write_text("mine")

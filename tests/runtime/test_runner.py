@@ -10,7 +10,15 @@ import pytest
 
 from akv_jax.config import EngineConfig
 from akv_jax.planning.plan import NO_MOVES, Segment, StepPlan
-from akv_jax.runtime.runner import CompilationCounter, Runner, SamplingPlan, empty_sampling, token_buckets
+from akv_jax.runtime.batch import build
+from akv_jax.runtime.runner import (
+    CompilationCounter,
+    Runner,
+    SamplingPlan,
+    empty_sampling,
+    rehearsal,
+    token_buckets,
+)
 from tests.shared_engines import config, params
 from tests.tiny_engine import TinyEngine, quick_compiles
 
@@ -48,6 +56,15 @@ def test_a_plan_with_too_many_logit_rows_is_refused(runner: Runner) -> None:
 def test_a_list_of_every_request_always_fits() -> None:
     """R3: whatever `max_list_entries` says, no request can be kept out for ever."""
     assert tiny(max_list_entries=1).runner.list_capacity(48) >= 48 * 256
+
+
+def test_a_step_of_one_position_each_can_be_rehearsed() -> None:
+    """R3: `--context-length 1`."""
+    runner = tiny(context_length=1).runner
+    batch = build(
+        rehearsal(48), rows=48, logit_rows=48, list_capacity=runner.list_capacity(48), move_capacity=0, tile=16
+    )
+    assert batch.attention.rows.num == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

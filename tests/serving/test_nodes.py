@@ -15,10 +15,12 @@ import pytest
 
 from akv_jax.async_engine import AsyncEngine
 from akv_jax.engine import Engine
+from akv_jax.flags import argument_parser
 from akv_jax.models.load import LoadedModel
 from akv_jax.nodes import nodes_of
 from akv_jax.runtime.multi_process import NodeError, hear, join
-from akv_jax.serve import argument_parser, engine_config, main
+from akv_jax.serve import main
+from akv_jax.startup import engine_config
 from tests.serving.running import eventually, running, write_tiny_model
 from tests.serving.test_serve import Process
 from tests.tiny_engine import quick_compiles

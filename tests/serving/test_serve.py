@@ -11,12 +11,12 @@ import threading
 from pathlib import Path
 
 import httpx
-import jax
 import pytest
-import structlog
 
+from akv_jax.flags import FlagError, argument_parser
 from akv_jax.models.load import LoadedModel
-from akv_jax.serve import FlagError, argument_parser, engine_config, listen, main, page_bytes
+from akv_jax.serve import listen, main
+from akv_jax.startup import engine_config, load_engine, page_bytes
 from tests.serving.running import eventually
 
 
@@ -33,6 +33,7 @@ def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--model", "/no/such/model.gguf"], "no such file or directory: /no/such/model.gguf"),
         (["--tp", "0"], "--tp"),
+        (["--tp", "x"], "--tp: expected 1 or more, found x"),
         (["--port", "70000"], "--port"),
         (["--max-total-tokens", "0"], "--max-total-tokens"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
@@ -60,6 +61,14 @@ def test_answers_are_sent_at_once() -> None:
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--attention-backend", "nope"], ["--attention-backend", "json"], ["--tp", "9" * 20]], ids=" ".join
+)
+def test_flags_that_do_not_fit_are_named(flags: list[str], tmp_path: Path) -> None:
+    with pytest.raises(FlagError, match=flags[0]):
+        load_engine(argument_parser().parse_args(flags), tmp_path)
 
 
 def test_flags_and_memory_make_the_engine_configuration(model: LoadedModel) -> None:
@@ -189,11 +198,6 @@ def test_a_broken_model_is_explained(
 ) -> None:
     monkeypatch.setenv("AKV_JAX_CACHE_DIR", str(tmp_path))
     (tmp_path / "broken.gguf").write_bytes(b"junk")
-    try:
-        assert main(["--model", str(tmp_path / "broken.gguf"), "--port", "0"]) == 2
-    finally:
-        # What the command sets for its own process.
-        structlog.reset_defaults()
-        jax.config.update("jax_compilation_cache_dir", None)
+    assert main(["--model", str(tmp_path / "broken.gguf"), "--port", "0"]) == 2
     err = capsys.readouterr().err
     assert "error:" in err and "broken.gguf is not a GGUF file" in err
