@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax
 import pytest
+import structlog
 
 from akv_jax.async_engine import AsyncEngine
 from akv_jax.config import EngineConfig
@@ -12,6 +14,14 @@ from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel, load_model
 from tests.serving.fake_engine import FakeEngine, endless
 from tests.serving.running import Running, running, write_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _what_a_command_sets_for_its_process() -> Iterator[None]:
+    """`serve.main` run in the tests' own process: its log would be written to a stream that pytest has closed."""
+    yield
+    structlog.reset_defaults()
+    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="session")
