@@ -24,7 +24,7 @@ from akv_jax.config import EngineConfig
 from akv_jax.errors import Reason, RequestError
 from akv_jax.planning.active_set import ActiveSet
 from akv_jax.planning.restore import compute_set
-from akv_jax.planning.sequence import Chunk, PlacedChunk, Released, Sequence, peak_pages
+from akv_jax.planning.sequence import Chunk, PlacedChunk, Released, Sequence, most_pages, peak_pages
 from akv_jax.planning.versions import Places
 from akv_jax.planning.visibility import Timeline, View
 
@@ -38,8 +38,8 @@ class Job:
     timeline: Timeline
     salt: str
     logits_at: tuple[int, ...]
-    #: Most pages it needs at one moment before its next token.
-    peak: int
+    #: Most pages it needs at one moment before its next token; None where nobody has had to know (see `_peak`).
+    peak: int | None = None
     sequence: Sequence | None = None
     #: Before its first token, in earlier attempts that were retracted: what was computed, and in how many steps.
     queried: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -133,14 +133,13 @@ class Scheduler:
             raise RequestError(
                 Reason.QUEUE_FULL, f"{len(self.waiting)} requests are waiting already, which is the limit. Retry later."
             )
-        peak = self._peak(timeline, logits_at)
-        if peak > self.pool.num_pages:
+        job = Job(job_id, self._arrivals, timeline, salt, logits_at)
+        if self._needs_more_than(job, self.pool.num_pages):
             raise RequestError(
                 Reason.POOL_TOO_SMALL,
-                f"the request keeps {peak} tokens active at one time, and the server's KV pool holds "
+                f"the request keeps {job.peak} tokens active at one time, and the server's KV pool holds "
                 f"{self.pool.num_pages}. Drop more, or start the server with a larger --max-total-tokens.",
             )
-        job = Job(job_id, self._arrivals, timeline, salt, logits_at, peak)
         self._arrivals += 1
         self.waiting.append(job)
         return job
@@ -183,12 +182,20 @@ class Scheduler:
             refused = self.cache.keep(job.timeline, job.salt, pages, places, job.sequence.match)
             job.sequence.give(np.setdiff1d(pages[pages >= 0], refused, assume_unique=True))
 
-    def _peak(self, timeline: Timeline, logits_at: tuple[int, ...]) -> int:
+    def _needs_more_than(self, job: Job, pages: int) -> bool:
+        """At one moment before its next sampled token (DESIGN A7)."""
+        # Working out the peak takes as long as a third of all other planning, and the pool is mostly larger than this.
+        return most_pages(job.timeline, self.config.reposition) > pages and self._peak(job) > pages
+
+    def _peak(self, job: Job) -> int:
         """Most pages at one moment before the next sampled token, computed from nothing (DESIGN A7)."""
-        nothing = np.zeros(timeline.count, bool)
-        used = nothing.copy()
-        used[compute_set(timeline, nothing, np.array([*logits_at, timeline.count - 1]), self.window)] = True
-        return peak_pages(timeline, used, self.config.reposition)
+        if job.peak is None:
+            timeline, logits_at = job.timeline, () if job.decoding else job.logits_at
+            nothing = np.zeros(timeline.count, bool)
+            used = nothing.copy()
+            used[compute_set(timeline, nothing, np.array([*logits_at, timeline.count - 1]), self.window)] = True
+            job.peak = peak_pages(timeline, used, self.config.reposition)
+        return job.peak
 
     def _admit(self) -> None:
         """First come, first served: nothing overtakes the head of the queue, so nothing starves.
@@ -200,7 +207,7 @@ class Scheduler:
             return
         self._overcommitted = False
         while self.waiting and len(self.running) < self.config.max_running_requests:
-            if self.running and self.waiting[0].peak > self._room():
+            if self.running and self._needs_more_than(self.waiting[0], self._room()):
                 return
             if any(moving.concerns(self.waiting[0]) for moving in self._returning):
                 # It would compute what is about to be here. That comes without waiting for any prompt.
@@ -209,7 +216,7 @@ class Scheduler:
 
     def _room(self) -> int:
         """Pages that can be had and are not promised to running prompts."""
-        promised = sum(max(0, other.peak - other.held) for other in self.running if not other.decoding)
+        promised = sum(max(0, self._peak(other) - other.held) for other in self.running if not other.decoding)
         return self.pool.num_free + self.cache.evictable() - promised
 
     def _start(self, job: Job) -> None:
@@ -247,9 +254,8 @@ class Scheduler:
 
     def requeue(self, job: Job) -> None:
         """Queue a job that was retracted, here or on another side, in its old place."""
-        if job.decoding:
-            # What it has generated since is computed again, as a part of the prompt.
-            job.peak = self._peak(job.timeline, ())
+        # What it has generated since is computed again, as a part of the prompt.
+        job.peak = None
         bisect.insort(self.waiting, job, key=lambda j: j.arrival)
 
     def receive(self, job: Job, held: ActiveSet, most: int) -> Moving | None:

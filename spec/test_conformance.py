@@ -104,7 +104,7 @@ def asks(draw: st.DrawFn) -> Asked:
     return Asked(
         history,
         looked_at=draw(st.just(tuple(range(count))) | st.just(()) | some),
-        max_tokens=draw(st.integers(1, 4) | st.integers(5, 16)),
+        max_tokens=draw(st.integers(1, 3) | st.integers(1, 6) | st.integers(5, 16)),
         temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
         arrival=draw(st.integers(0, 6)),
     )
@@ -250,7 +250,7 @@ def conforms(tiny: TinyEngine, model: Model, examples: int, smallest_chunk: int 
         event(f"retractions: {min(engine.stats().preemptions_total, 3)}")
         for number, (asked, whole) in enumerate(zip(batch.asked, wholes, strict=True)):
             # One of them in chunks, the others in one piece.
-            check_alone(tiny, model, asked.history, whole, chunk=ROWS if number else batch.chunk)
+            check_alone(tiny, model, asked, whole, chunk=ROWS if number else batch.chunk)
 
     batch_conforms()
 
@@ -298,11 +298,16 @@ def check_together(engine: ServingEngine, model: Model, batch: Batch, results: l
     return wholes
 
 
-def check_alone(tiny: TinyEngine, model: Model, history: History, whole: Result, chunk: int) -> None:
-    """The history and what was generated after it as one prompt, served alone: how many forwards it takes (R2), and
-    what it leaves out (C6) if only the logits of what was generated are asked for."""
-    looked_at = tuple(range(appended(history), len(whole.queries)))
-    history = (*history, Append(tuple(whole.queries[index].token for index in looked_at)))
+def check_alone(tiny: TinyEngine, model: Model, asked: Asked, whole: Result, chunk: int) -> None:
+    """The history and what was generated after it as one prompt, served alone: how many forwards it takes (R2).
+
+    All its logits are asked for, but where that has been done: then only those of what was generated, and the rest may
+    be left out (C6).
+    """
+    count = appended(asked.history)
+    generated = tuple(range(count, len(whole.queries)))
+    looked_at = generated if len(asked.looked_at) == count else tuple(range(len(whole.queries)))
+    history = (*asked.history, Append(tuple(whole.queries[index].token for index in generated)))
     request = Request("alone", history, Sampling(1, 0.0), logits_at=looked_at, return_logits=True)
     own = tiny_engine.run(tiny.engine(chunked_prefill_size=chunk), [request])["alone"]
     check_logits(own, looked_at, whole.logits)

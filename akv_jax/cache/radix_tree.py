@@ -25,6 +25,7 @@ from akv_jax.cache.history import common, steps
 from akv_jax.cache.node import Edge, Node
 from akv_jax.cache.pages import PageError, PagePool
 from akv_jax.config import EvictionPolicy, RepositionMode
+from akv_jax.planning.restore import first_query
 from akv_jax.planning.visibility import NEVER, Timeline, View
 
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -70,7 +71,7 @@ class RadixCache:
             pages[start : start + length] = node.any_version(slice(length))
             end = start + length
             derived += [version[:length] for shift, version in node.versions.items() if shift]
-        first = _first_query(timeline, pages < 0, timeline.count - 1 if looked_at is None else looked_at)
+        first = first_query(timeline, pages < 0, timeline.count - 1 if looked_at is None else looked_at)
         unread = np.flatnonzero((timeline.dropped[: timeline.count] <= timeline.epoch_of(first)) & (pages >= 0))
         passed, pages[unread] = pages[unread], -1
         receipt = next(self._receipts)
@@ -473,14 +474,3 @@ class RadixCache:
                 held.add(node.number)
                 node = node.parent
         return held
-
-
-def _first_query(timeline: Timeline, missing: np.ndarray, looked_at: int) -> int:
-    """The first query that is computed where the tokens from `looked_at` on, or some of them, are looked at (C6)."""
-    dropped, first = timeline.dropped[: timeline.count], looked_at
-    needed = missing & (dropped == NEVER)
-    first = min(first, int(needed.argmax())) if needed.any() else first
-    # What that query reads is computed before it.
-    while (needed := missing[:first] & (dropped[:first] > timeline.epoch_of(first))).any():
-        first = int(needed.argmax())
-    return first

@@ -26,10 +26,24 @@ def compute_set(timeline: Timeline, resident: np.ndarray, wanted: np.ndarray, wi
     return np.flatnonzero(needed).astype(np.int32)
 
 
+def first_query(timeline: Timeline, missing: np.ndarray, looked_at: int) -> int:
+    """The first query that is computed where logits of `looked_at`, a logical index, and perhaps of later ones count.
+
+    missing: bool [T]. Every layer is taken to read everything.
+    """
+    dropped, first = timeline.dropped[: timeline.count], looked_at
+    needed = missing & (dropped == NEVER)
+    first = min(first, int(needed.argmax())) if needed.any() else first
+    # What that query reads is computed before it.
+    while (needed := missing[:first] & (dropped[:first] > timeline.epoch_of(first))).any():
+        first = int(needed.argmax())
+    return first
+
+
 def _close(timeline: Timeline, missing: np.ndarray, needed: np.ndarray) -> None:
     """Newest epoch first. An entry is read by a later epoch iff it is still active in the next one that computes."""
     next_epoch = timeline.num_epochs
-    first = int(missing.argmax())
+    first = first_query(timeline, missing, int(needed.argmax()))
     for epoch in range(timeline.num_epochs - 1, -1, -1):
         own = slice(timeline.starts[epoch], timeline.stop(epoch))
         if own.stop <= first:

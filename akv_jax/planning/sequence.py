@@ -370,6 +370,11 @@ class Sequence:
         return self.versions.written_pages()[:count], self.versions.position[:count].copy()
 
 
+def most_pages(timeline: Timeline, mode: RepositionMode) -> int:
+    """No less than `peak_pages`, known at once. In copy mode a token has one copy, and the one that replaces it."""
+    return timeline.count * (3 if mode == "copy" else 1)
+
+
 def peak_pages(timeline: Timeline, used: np.ndarray, mode: RepositionMode) -> int:
     """Most pages that the history needs at one moment, when every pass is split at boundaries (DESIGN A7).
 

@@ -52,7 +52,7 @@ class Timeline:
         self.count = self.active = 0
         for op in operations:
             if isinstance(op, Append):
-                self._append(np.fromiter(op.tokens, np.int32, len(op.tokens)))
+                self._append(np.array(op.tokens, np.int32))
             elif isinstance(op, Drop):
                 self._drop(np.fromiter(op.indices, np.int64, len(op.indices)))
             else:
