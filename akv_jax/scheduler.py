@@ -40,6 +40,8 @@ class Job:
     logits_at: tuple[int, ...]
     #: Most pages it needs at one moment before its next token; None where nobody has had to know (see `_peak`).
     peak: int | None = None
+    #: The same beside what others lease, and the cache's `lease_changes` then (see `Scheduler._fits`).
+    peak_beside: tuple[int, int] = (-1, 0)
     sequence: Sequence | None = None
     #: Before its first token, in earlier attempts that were retracted: what was computed, and in how many steps.
     queried: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -190,12 +192,26 @@ class Scheduler:
     def _peak(self, job: Job) -> int:
         """Most pages at one moment before the next sampled token, computed from nothing (DESIGN A7)."""
         if job.peak is None:
-            timeline, logits_at = job.timeline, () if job.decoding else job.logits_at
-            nothing = np.zeros(timeline.count, bool)
-            used = nothing.copy()
-            used[compute_set(timeline, nothing, np.array([*logits_at, timeline.count - 1]), self.window)] = True
-            job.peak = peak_pages(timeline, used, self.config.reposition)
+            job.peak = peak_pages(job.timeline, self._used(job), self.config.reposition)
         return job.peak
+
+    def _fits(self, job: Job, room: int) -> bool:
+        """Whether `room` is enough beside what others lease, which it then leases too."""
+        if not self._needs_more_than(job, room):
+            return True
+        if job.peak_beside[0] != self.cache.lease_changes:
+            free = self.cache.leased_births(job.timeline, job.salt)
+            peak = peak_pages(job.timeline, self._used(job), self.config.reposition, free)
+            job.peak_beside = self.cache.lease_changes, peak
+        return job.peak_beside[1] <= room
+
+    def _used(self, job: Job) -> np.ndarray:
+        """Bool [T]: the tokens that are computed where nothing is at hand."""
+        timeline, logits_at = job.timeline, () if job.decoding else job.logits_at
+        nothing = np.zeros(timeline.count, bool)
+        used = nothing.copy()
+        used[compute_set(timeline, nothing, np.array([*logits_at, timeline.count - 1]), self.window)] = True
+        return used
 
     def _admit(self) -> None:
         """First come, first served: nothing overtakes the head of the queue, so nothing starves.
@@ -207,7 +223,7 @@ class Scheduler:
             return
         self._overcommitted = False
         while self.waiting and len(self.running) < self.config.max_running_requests:
-            if self.running and self._needs_more_than(self.waiting[0], self._room()):
+            if self.running and not self._fits(self.waiting[0], self._room()):
                 return
             if any(moving.concerns(self.waiting[0]) for moving in self._returning):
                 # It would compute what is about to be here. That comes without waiting for any prompt.
@@ -267,7 +283,7 @@ class Scheduler:
         """
         peak = len(held) + 1
         full = len(self.running) >= self.config.max_running_requests
-        if self.running and (full or self._overcommitted or peak > self._room()):
+        if self.running and (full or self._overcommitted or not self._takes(job, held)):
             return None
         match, lacking = self._found(job.timeline, job.salt, held)
         source = held.where(lacking)
@@ -277,10 +293,18 @@ class Scheduler:
         target = replace(source, pages=self._allocate(len(source)))
         sequence = Sequence(job.timeline, match, window=self.window, mode=self.config.reposition, coming=target)
         assert sequence.compute.tolist() == [job.timeline.count - 1], "only the last token is left to compute"
-        new = Job(job.job_id, job.arrival, job.timeline, job.salt, (), peak, sequence, decoding=True, hold="moving")
-        new.last_served = self._steps - 1
+        new = Job(job.job_id, job.arrival, job.timeline, job.salt, (), peak, sequence=sequence, decoding=True)
+        new.hold, new.last_served = "moving", self._steps - 1
         self.running.append(new)
         return Moving(new, source, target)
+
+    def _takes(self, job: Job, held: ActiveSet) -> bool:
+        """Whether there is room for these entries and one more, beside what others lease of them."""
+        short = len(held) + 1 - self._room()
+        if short <= 0:
+            return True
+        leased = self.cache.leased_births(job.timeline, job.salt)
+        return int(leased[held.indices[held.births]].sum()) >= short
 
     def filled(self, job: Job) -> None:
         """What a received job lacked is there: it decodes from now on."""

@@ -84,6 +84,29 @@ def test_what_can_never_fit_is_refused_in_the_middle_of_it_all(mode: RepositionM
     end(engine)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shared_beginning_takes_its_pages_once(mode: RepositionMode) -> None:
+    """R6: whoever begins as a running request does needs room for the rest alone, turned copies included."""
+    # Of each: 20 tokens of the beginning, one or two of its own, and what it says; in copy mode 4 survivors turned.
+    engine = watched(mode, num_pages=64 if mode == "on_read" else 76, chunked_prefill_size=32)
+    start = (tokens(0, 20), tokens(1, 20))
+    speakers = [engine.ask((*start, tokens(2, 2)), (1,) * 12)]
+    engine.step()
+    for seed in range(3, 6):
+        speakers.append(engine.ask((*start, tokens(seed, 2)), (seed,) * 3))
+    speakers.append(engine.ask((*start, Drop(frozenset(range(4, 40))), Reposition(), tokens(6, 1)), (3,) * 3))
+    engine.step()
+    engine.step()
+    assert [len(asked.outputs) > 0 and asked.end is None for asked in speakers] == [True] * 5
+    end(engine)
+    # Nobody else's beginning is free.
+    speakers = [engine.ask((tokens(seed, 40),), (1,) * 3) for seed in range(7, 9)]
+    engine.step()
+    engine.step()
+    assert not speakers[1].computed
+    end(engine)
+
+
 def with_holes(mode: RepositionMode) -> tuple[WatchedEngine, History]:
     """An engine that gave up the middle of a message when somebody had dropped it, and a history that keeps it."""
     engine = watched(mode, num_pages=80, chunked_prefill_size=3)

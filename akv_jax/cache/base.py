@@ -53,6 +53,8 @@ class KVCache(Protocol):
     """Keeps K and V between requests under the meaning of their history."""
 
     stats: CacheStats
+    #: Goes up whenever something is leased or a lease ends.
+    lease_changes: int
 
     def match(self, timeline: Timeline, salt: str, looked_at: int | None = None) -> MatchResult:
         """Find and lease one version of every entry of the history that has any and that some query may read.
@@ -70,6 +72,10 @@ class KVCache(Protocol):
         Returns for each view int32 [entries], the page or -1. Those that `match` has not leased yet now are, under the
         same receipt.
         """
+        ...
+
+    def leased_births(self, timeline: Timeline, salt: str) -> np.ndarray:
+        """Bool [T]: the history's tokens whose birth version somebody leases now. Changes nothing, not even recency."""
         ...
 
     def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:

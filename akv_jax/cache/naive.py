@@ -19,6 +19,7 @@ class NaiveCache:
 
     def __init__(self) -> None:
         self.stats = CacheStats()
+        self.lease_changes = 0
         self._receipts = itertools.count()
         self._open: set[int] = set()
 
@@ -26,6 +27,9 @@ class NaiveCache:
         receipt = next(self._receipts)
         self._open.add(receipt)
         return MatchResult(np.full(timeline.count, -1, np.int32), timeline.birth[: timeline.count].copy(), receipt)
+
+    def leased_births(self, timeline: Timeline, salt: str) -> np.ndarray:
+        return np.zeros(timeline.count, bool)
 
     def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:
         if pages is None:

@@ -46,6 +46,7 @@ class RadixCache:
     ) -> None:
         """`max_tokens` bounds the tokens that paths may remember, tombstones included (C5); default 16 a page."""
         self.stats = CacheStats()
+        self.lease_changes = 0
         self._pool, self._reposition, self._eviction = pool, reposition, eviction
         self._max_tokens = 16 * pool.num_pages if max_tokens is None else max_tokens
         self._tokens = self._pages = 0
@@ -100,6 +101,15 @@ class RadixCache:
         self._lease(match.receipt, self._without(pages[pages >= 0], self._leases[match.receipt]))
         return found
 
+    def leased_births(self, timeline: Timeline, salt: str) -> np.ndarray:
+        leased = np.zeros(timeline.count, bool)
+        for node, start, length in self._walk(timeline, salt):
+            births = node.versions.get(0)
+            if births is not None:
+                pages = births[:length]
+                leased[start : start + length] = (pages >= 0) & (self._references[pages] > 0)
+        return leased
+
     def release(self, match: MatchResult, timeline: Timeline, pages: np.ndarray | None = None) -> None:
         held = self._leases.pop(match.receipt)
         if pages is None:
@@ -107,6 +117,7 @@ class RadixCache:
         else:
             leaving = pages
             self._leases[match.receipt] = self._without(held, pages)
+        self.lease_changes += 1
         self._references[leaving] -= 1
         self._rest(leaving[self._references[leaving] == 0], timeline)
         self._forget()
@@ -120,6 +131,8 @@ class RadixCache:
         match: MatchResult | None = None,
     ) -> np.ndarray:
         offered, shifts = pages[pages >= 0], np.zeros_like(pages)
+        if not len(offered):
+            return offered
         if positions is not None:
             # K that was turned back to its birth is not quite what it was: no birth version (see `base.KVCache`).
             shifts = positions - timeline.birth[: len(pages)]
@@ -269,6 +282,7 @@ class RadixCache:
 
     def _lease(self, receipt: int, pages: np.ndarray) -> None:
         """Add pages to a lease that does not have them yet."""
+        self.lease_changes += 1
         self._references[pages] += 1
         self._idle.withdraw(pages)
         self._leases[receipt] = np.concatenate([self._leases[receipt], pages])
@@ -287,13 +301,14 @@ class RadixCache:
 
     def _leave(self, pages: np.ndarray, timeline: Timeline) -> None:
         """Of versions on its path, a history leaves behind what it has dropped, or reads somewhere else (C5)."""
-        # What is passed over may be a derived version itself, where a birth has gone.
-        pages = self._without(pages[pages >= 0], _NO_TOKENS)
+        pages = pages[pages >= 0]
         pages = pages[self._idle.idle(pages)]
         if self._eviction == "drop_aware":
             # What had been left behind before stays where it is in the order.
             pages = pages[self._idle.classes(pages) > EvictionClass.LEFT_BIRTH]
             pages = pages[self._classes(pages, timeline) <= EvictionClass.LEFT_BIRTH]
+        # What is passed over may be a derived version itself, where a birth has gone.
+        pages = self._without(pages, _NO_TOKENS)
         if len(pages):
             self._rest(pages, timeline)
 

@@ -375,23 +375,24 @@ def most_pages(timeline: Timeline, mode: RepositionMode) -> int:
     return timeline.count * (3 if mode == "copy" else 1)
 
 
-def peak_pages(timeline: Timeline, used: np.ndarray, mode: RepositionMode) -> int:
+def peak_pages(timeline: Timeline, used: np.ndarray, mode: RepositionMode, free: np.ndarray | None = None) -> int:
     """Most pages that the history needs at one moment, when every pass is split at boundaries (DESIGN A7).
 
-    used: bool [T], the tokens that are computed or resident.
+    used, free: bool [T], the tokens that are computed or resident, and those whose birth version takes no page of the
+    request's.
     """
-    epochs = timeline.epochs()
-    born = np.bincount(epochs[used], minlength=timeline.num_epochs + 1)
-    ends = timeline.dropped[: timeline.count][used]
+    epochs, own = timeline.epochs(), used if free is None else used & ~free
+    born = np.bincount(epochs[own], minlength=timeline.num_epochs + 1)
+    ends = timeline.dropped[: timeline.count][own]
     gone = np.bincount(ends[ends != NEVER], minlength=timeline.num_epochs + 1)
     alive = np.cumsum(born - gone)
     peak = int(alive.max(initial=0))
     if mode == "copy":
-        peak = max(peak, _copy_peak(timeline, used, epochs, alive))
+        peak = max(peak, _copy_peak(timeline, used, own, epochs, alive))
     return peak
 
 
-def _copy_peak(timeline: Timeline, used: np.ndarray, epochs: np.ndarray, alive: np.ndarray) -> int:
+def _copy_peak(timeline: Timeline, used: np.ndarray, own: np.ndarray, epochs: np.ndarray, alive: np.ndarray) -> int:
     """The same with turned copies: made for an epoch's first query, while those that they replace are still there."""
     peak, turn, at = 0, -1, np.full(timeline.count, -1, np.int32)
     copied = _NOTHING
@@ -405,7 +406,7 @@ def _copy_peak(timeline: Timeline, used: np.ndarray, epochs: np.ndarray, alive: 
             indices, positions, shifts = view.indices[there], view.positions[there], view.shifts[there]
             old = at[indices] >= 0
             new = (shifts != 0) & (at[indices] != positions)
-            peak = max(peak, len(indices) + int(old.sum()) + int(new.sum()))
+            peak = max(peak, int(own[indices].sum()) + int(old.sum()) + int(new.sum()))
             at[indices[new]] = positions[new]
             copied = indices[old | new]
         # Until the next reposition copies only go, with what is dropped.

@@ -142,9 +142,12 @@ def test_one_forward_however_many_boundaries(mode: RepositionMode) -> None:
         )
 
 
-def held_by_definition(history: History, mode: RepositionMode, windows: tuple[int | None, ...]) -> int:
-    """The most pages held at once when queries run one at a time: each active token's, and its turned copies in copy
-    mode, where a copy is made for the first query that needs it and its forerunner goes after that query."""
+def held_by_definition(
+    history: History, mode: RepositionMode, windows: tuple[int | None, ...], free: frozenset[int] = frozenset()
+) -> int:
+    """The most pages held at once when queries run one at a time: each active token's that is not `free`, and its
+    turned copies in copy mode, where a copy is made for the first query that needs it and its forerunner goes after
+    that query."""
     result = run(None, history)
     computed = closure(history, (), None, windows)
     moments = [[tuple(read) for read in result.queries[index].view] for index in sorted(computed)]
@@ -154,16 +157,22 @@ def held_by_definition(history: History, mode: RepositionMode, windows: tuple[in
         active = {index for index, _, _ in view if index in computed}
         copies = {index: position for index, position in copies.items() if index in active}
         made = {i: p for i, p, shift in view if i in active and shift and copies.get(i) != p} if mode == "copy" else {}
-        most = max(most, len(active) + len(copies) + len(made))
+        most = max(most, len(active - free) + len(copies) + len(made))
         copies |= made
     return most
 
 
-def peak(history: History, mode: RepositionMode, windows: tuple[int | None, ...] = (None,)) -> int:
+def peak(
+    history: History,
+    mode: RepositionMode,
+    windows: tuple[int | None, ...] = (None,),
+    free: frozenset[int] = frozenset(),
+) -> int:
     timeline = Timeline(history)
-    used = np.zeros(timeline.count, bool)
+    used, others = np.zeros((2, timeline.count), bool)
     used[compute_set(timeline, used, np.array([timeline.count - 1]), widest(windows))] = True
-    return peak_pages(timeline, used, mode)
+    others[list(free)] = True
+    return peak_pages(timeline, used, mode, others)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -174,6 +183,8 @@ def test_the_peak_is_what_a_careful_pass_holds(mode: RepositionMode) -> None:
         history, windows = random_history(generator, max_operations=14), random_windows(generator)
         held = held_by_definition(history, mode, windows)
         assert peak(history, mode, windows) == held <= most_pages(Timeline(history), mode), (history, windows)
+        free = frozenset(np.flatnonzero(generator.random(Timeline(history).count) < 0.5).tolist())
+        assert peak(history, mode, windows, free) == held_by_definition(history, mode, windows, free)
 
 
 @pytest.mark.parametrize("mode", MODES)
