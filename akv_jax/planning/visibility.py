@@ -8,8 +8,9 @@ for, in time linear in the number of tokens, from when each token was dropped an
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +40,7 @@ class Timeline:
     """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        """Raises ValueError for a drop of a token that has not been appended."""
+        """Raises ValueError for a drop of a token that has not been appended, OverflowError for what is no int32."""
         total = sum(len(op.tokens) for op in operations if isinstance(op, Append))
         self.tokens = np.zeros(total, np.int32)
         self.birth = np.zeros(total, np.int32)
@@ -52,9 +53,9 @@ class Timeline:
         self.count = self.active = 0
         for op in operations:
             if isinstance(op, Append):
-                self._append(np.array(op.tokens, np.int32))
+                self._append(_int32(op.tokens))
             elif isinstance(op, Drop):
-                self._drop(np.fromiter(op.indices, np.int64, len(op.indices)))
+                self._drop(_int32(op.indices))
             else:
                 self._reposition()
 
@@ -132,3 +133,11 @@ class Timeline:
         self.starts.append(self.count)
         self.next_position = self.active
         self._last_was_drop = False
+
+
+def _int32(numbers: Collection[int]) -> np.ndarray:
+    """In their order; twice as fast as NumPy's own ways from Python's numbers. Raises OverflowError."""
+    try:
+        return np.frombuffer(struct.pack(f"{len(numbers)}i", *numbers), np.int32)
+    except struct.error:
+        raise OverflowError("a token id or a logical index is no 32-bit number") from None
