@@ -66,18 +66,18 @@ def three_histories(text: tuple[int, ...]) -> list[History]:
     """Of 100 tokens each. They share their first operations, which the spec then runs once."""
     shared = (
         *(Append(text[:30]), Drop(frozenset(range(8, 14))), Reposition()),
-        *(Append(text[30:40]), Drop(frozenset({0, 20, 21, 35})), Append(text[40:80])),
+        *(Append(text[30:40]), Drop(frozenset({0, 20, 21, 35})), Append(text[40:88])),
     )
     return [
-        (*shared, Append(text[80:100])),
+        (*shared, Append(text[88:100])),
         (
-            *(*shared, Append(text[200:205]), Reposition(), Append(text[205:206])),
-            *(Drop(frozenset(range(38, 60))), Reposition(), Append(text[300:314])),
+            *(*shared, Append(text[200:203]), Reposition(), Append(text[203:204])),
+            *(Drop(frozenset(range(38, 60))), Reposition(), Append(text[300:308])),
         ),
         (
             *(*shared, Reposition(), Drop(frozenset(range(36, 40))), Reposition()),
-            *(Append(text[500:505]), Drop(frozenset(range(0, 30, 3)))),
-            *(Append(text[505:520]), Drop(frozenset({99}))),
+            *(Append(text[500:504]), Drop(frozenset(range(0, 30, 3)))),
+            *(Append(text[504:512]), Drop(frozenset({99}))),
         ),
     ]
 
