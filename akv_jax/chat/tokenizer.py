@@ -120,8 +120,7 @@ class Tokenizer:
         Some vocabularies lack a few bytes (SmolLM2's: U+0004, U+0006, U+0013, U+0014, U+0016, U+001D and everything
         from U+40000 on); these vanish, as they do in the model's own tokenizer.
         """
-        backend = self._backend if allow_special else self._plain
-        return backend.encode(text, add_special_tokens=False).ids
+        return _encode(self._backend if allow_special else self._plain, text).ids
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -134,7 +133,7 @@ class Tokenizer:
 
         A character split over several tokens gives each of them its whole range.
         """
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = _encode(self._backend, text)
         return encoding.ids, encoding.offsets
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -172,6 +171,11 @@ class Tokenizer:
     def token(self, token_id: int | None) -> str:
         """A token as the vocabulary spells it, "" for None and for ids without one."""
         return "" if token_id is None else self._backend.id_to_token(token_id) or ""
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    """As a batch of one: unlike `encode`, that lets other threads run meanwhile, and a long text takes seconds."""
+    return backend.encode_batch([text], add_special_tokens=False)[0]
 
 
 def _byte_stand_ins() -> dict[str, int]:

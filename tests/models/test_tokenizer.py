@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from akv_jax.chat.tokenizer import Tokenizer
+from akv_jax.models.load import LoadedModel
 from akv_jax.models.weights.errors import ModelError
 from tests.models import checkpoints as tiny
 
@@ -28,6 +31,26 @@ def header(**changes) -> dict:
 
 def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
     return [tokenizer.token_bytes(token_id).decode() for token_id in tokenizer.encode(text)]
+
+
+def test_a_long_text_leaves_other_threads_running(smollm2: LoadedModel) -> None:
+    """Seconds of work inside the library: a server could answer nobody meanwhile."""
+    text, over, turns = "a text of words that are not all alike " * 8000, threading.Event(), 0
+
+    def count() -> None:
+        nonlocal turns
+        while not over.wait(0.001):
+            turns += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    for encode in (smollm2.tokenizer.encode, smollm2.tokenizer.encode_with_offsets):
+        before = turns
+        encode(text)
+        # Some hundred, and one or two where nobody else gets a turn.
+        assert turns - before > 10
+    over.set()
+    thread.join()
 
 
 # --- SmolLM2 --------------------------------------------------------------------------------------------------------
