@@ -96,7 +96,7 @@ class Conversation:
         """What the server would make of that turn."""
         cache = CacheField()
         if edits is not None:
-            cache = parse_cache_field({"cache": rolling_drop(self.messages[:count], edits.keep, edits.every)}, ())
+            cache = parse_cache_field({"cache": rolling_drop(self.messages[:count], edits.keep, edits.every)})
         sampling = Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         return Request(name, lower(self.tokenised(count), cache, count), sampling)
 

@@ -10,8 +10,8 @@ The time taken is linear in the number of entries.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from akv_jax.chat.messages import Message, describe
@@ -45,22 +45,33 @@ class CacheField:
     reposition: tuple[int, ...] = ()
     #: `usage.prompt_tokens` is to be the active count (A6).
     report_active: bool = False
+    #: `{"type": "thinking_drop"}`: every reasoning is dropped right after its message.
+    drop_reasoning: bool = False
+
+    def for_messages(self, messages: Sequence[Message]) -> CacheField:
+        """The same with `drop_reasoning` spelled out as entries."""
+        if not self.drop_reasoning:
+            return self
+        drop = {
+            k: (DropEntry(k, part="reasoning", param="drop_rule"),)
+            for k, message in enumerate(messages)
+            if message.role == "assistant"
+        }
+        return replace(self, drop=drop, drop_reasoning=False)
 
 
-def parse_cache_field(body: Mapping[str, Any], messages: Sequence[Message]) -> CacheField:
-    """Read `cache`, or its synonyms `drop_message`, `reposition` and `drop_rule`, from a request body.
-
-    `messages` is needed only by `{"type": "thinking_drop"}`. Raises INVALID_CACHE.
-    """
+def parse_cache_field(body: Mapping[str, Any]) -> CacheField:
+    """Read `cache`, or its synonyms `drop_message`, `reposition` and `drop_rule`, from a request body, of which nothing
+    else is looked at. Raises INVALID_CACHE."""
     synonyms = [name for name in ("drop_message", "reposition", "drop_rule") if body.get(name) is not None]
     cache = body.get("cache")
     if cache is None:
-        return _parse_synonyms(body, messages)
+        return _parse_synonyms(body)
     if not isinstance(cache, Mapping):
         raise _invalid("cache", "an object with drop and reposition, or null", cache)
     if cache and synonyms:
         raise _refuse(synonyms[0], f"expected either cache or {synonyms[0]}, found both")
-    return _parse_cache(cache) if cache else _parse_synonyms(body, messages)
+    return _parse_cache(cache) if cache else _parse_synonyms(body)
 
 
 def _parse_cache(cache: Mapping[str, Any]) -> CacheField:
@@ -75,15 +86,15 @@ def _parse_cache(cache: Mapping[str, Any]) -> CacheField:
     )
 
 
-def _parse_synonyms(body: Mapping[str, Any], messages: Sequence[Message]) -> CacheField:
+def _parse_synonyms(body: Mapping[str, Any]) -> CacheField:
     rule = body.get("drop_rule")
     if rule is not None and body.get("drop_message") is not None:
         raise _refuse("drop_rule", "expected either drop_message or drop_rule, found both")
-    drop = _parse_drop(body.get("drop_message"), "drop_message") if rule is None else _parse_rule(rule, messages)
-    return CacheField(drop=drop, reposition=_parse_reposition(body.get("reposition"), "reposition"))
+    field = CacheField(_parse_drop(body.get("drop_message"), "drop_message")) if rule is None else _parse_rule(rule)
+    return replace(field, reposition=_parse_reposition(body.get("reposition"), "reposition"))
 
 
-def _parse_rule(rule: Any, messages: Sequence[Message]) -> dict[int, tuple[DropEntry, ...]]:
+def _parse_rule(rule: Any) -> CacheField:
     """`drop_rule` (A2): a drop schedule under another name, or "each reasoning right after its message"."""
     if not isinstance(rule, Mapping):
         raise _invalid("drop_rule", "an object with a type, or null", rule)
@@ -92,14 +103,10 @@ def _parse_rule(rule: Any, messages: Sequence[Message]) -> dict[int, tuple[DropE
         _only_keys(rule, ("type", "drop_messages"), "drop_rule")
         if rule.get("drop_messages") is None:
             raise _invalid("drop_rule.drop_messages", 'an object such as {"5": [2, 3]}', None)
-        return _parse_drop(rule["drop_messages"], "drop_rule.drop_messages")
+        return CacheField(_parse_drop(rule["drop_messages"], "drop_rule.drop_messages"))
     if kind == "thinking_drop":
         _only_keys(rule, ("type",), "drop_rule")
-        return {
-            k: (DropEntry(k, part="reasoning", param="drop_rule"),)
-            for k, message in enumerate(messages)
-            if message.role == "assistant"
-        }
+        return CacheField(drop_reasoning=True)
     raise _invalid("drop_rule.type", '"message_drop" or "thinking_drop"', kind)
 
 
@@ -117,8 +124,19 @@ def _parse_drop(value: Any, path: str) -> dict[int, tuple[DropEntry, ...]]:
         if not isinstance(entries, list | tuple):
             raise _invalid(f"{path}.{key}", "a list of messages to drop, such as [2, 3]", entries)
         trigger = int(key)
-        drop[trigger] = tuple(_parse_entry(e, trigger, f"{path}.{key}[{i}]") for i, e in enumerate(entries))
+        drop[trigger] = tuple(_parse_entry(e, trigger, f"{path}.{key}[{i}]") for i, e in _without_repeats(entries))
     return drop
+
+
+def _without_repeats(entries: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """Entries and their places. An index twice is once (A10), and a million times costs next to nothing."""
+    seen: set[int] = set()
+    for i, entry in enumerate(entries):
+        if type(entry) is int:
+            if entry in seen:
+                continue
+            seen.add(entry)
+        yield i, entry
 
 
 def _parse_entry(value: Any, trigger: int, path: str) -> DropEntry:

@@ -68,7 +68,7 @@ def prepare_chat(
     )
     boundaries = len(messages) - 1 if continue_final_message else len(messages)
     return PreparedChat(
-        operations=lower(tokenised, cache, boundaries),
+        operations=lower(tokenised, cache.for_messages(messages), boundaries),
         token_ids=tokenised.token_ids,
         message_spans=tokenised.message_spans,
         generation_span=tokenised.generation_span,

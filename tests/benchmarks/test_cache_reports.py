@@ -77,7 +77,7 @@ def test_a_turn_of_a_conversation_is_what_the_server_makes_of_it(chat: ChatForma
     for count in agent.turns:
         messages = agent.messages[:count]
         field = {} if edits is None else {"cache": rolling_drop(messages, edits.keep, edits.every)}
-        served = prepare_chat(chat, parse_messages(messages), parse_cache_field(field, ()))
+        served = prepare_chat(chat, parse_messages(messages), parse_cache_field(field))
         assert conversation.request(count, edits, "r", 1).operations == served.operations
 
 

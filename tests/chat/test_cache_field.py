@@ -18,7 +18,7 @@ MESSAGES = (
 
 
 def parse(body: dict) -> CacheField:
-    return parse_cache_field(body, MESSAGES)
+    return parse_cache_field(body).for_messages(MESSAGES)
 
 
 def entries(field: CacheField, trigger: int) -> list[tuple]:
@@ -193,7 +193,7 @@ def test_whole_grammar() -> None:
         }
     )
     assert entries(field, 0) == []
-    assert entries(field, 3) == [(2, None, None)] * 3
+    assert entries(field, 3) == [(2, None, None)] * 2
     assert field.drop[4] == (DropEntry(4, part="reasoning", param="cache.drop.4[0]"),)
     assert field.reposition == (0, 3, 900)
     assert field.report_active
@@ -232,6 +232,13 @@ def test_thinking_drop_is_every_reasoning_right_after_its_message() -> None:
     field = parse({"drop_rule": {"type": "thinking_drop"}, "reposition": [4]})
     assert {k: entries(field, k) for k in field.drop} == {k: [(k, "reasoning", None)] for k in (2, 4)}
     assert field.reposition == (4,)
+
+
+def test_an_index_twice_is_once_and_an_entry_like_it_is_not_mistaken_for_it() -> None:
+    assert entries(parse({"cache": {"drop": {"2": [1, 0, 1, 1, 0]}}}), 2) == [(1, None, None), (0, None, None)]
+    with pytest.raises(RequestError) as caught:
+        parse({"cache": {"drop": {"2": [1, True]}}})
+    assert caught.value.param == "cache.drop.2[1]"
 
 
 def test_many_entries_take_linear_time() -> None:

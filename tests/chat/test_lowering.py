@@ -30,7 +30,7 @@ MESSAGES = (
 
 
 def prepare(chat: ChatFormat, body: dict, messages: tuple[Message, ...] = MESSAGES, **options) -> PreparedChat:
-    return prepare_chat(chat, messages, parse_cache_field(body, messages), **options)
+    return prepare_chat(chat, messages, parse_cache_field(body), **options)
 
 
 def kinds(prepared: PreparedChat) -> list[str]:
@@ -223,12 +223,12 @@ def test_recorded_requests(chat: ChatFormat, shared: Path) -> None:
         body = json.loads(path.read_text("utf-8"))["body"]
         messages, tools = parse_messages(body["messages"]), parse_tools(body.get("tools"))
         if "cache" not in body:
-            prepared = prepare_chat(chat, messages, parse_cache_field(body, messages), tools)
+            prepared = prepare_chat(chat, messages, parse_cache_field(body), tools)
             assert prepared.operations == (Append(prepared.token_ids),)
             seen.append("prepared")
             continue
         with pytest.raises(RequestError) as caught:
-            parse_cache_field(body, messages)
+            parse_cache_field(body)
         assert (caught.value.reason, caught.value.param) == (Reason.INVALID_CACHE, "cache.drop"), path.name
         seen.append("refused")
     assert set(seen) == {"prepared", "refused"}
