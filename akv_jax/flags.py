@@ -51,7 +51,7 @@ def _split(text: str) -> Disaggregation:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _share(text: str) -> float:
+def _not_negative(text: str) -> float:
     value = _number(text)
     if not 0 <= value < 1e6:
         raise argparse.ArgumentTypeError(f"expected 0 or more, found {value}")
@@ -103,17 +103,24 @@ def argument_parser() -> argparse.ArgumentParser:
         help="what is given up first: dropped KV, or the least recently used (%(default)s)",
     )
     add("--cache-dir", metavar="DIR", help="keep cached KV here from a stop to the next start")
+    add("--drain-seconds", type=_not_negative, default=10, metavar="S",
+        help="how long requests may go on after SIGTERM (%(default)s)")  # fmt: skip
     add("--max-body-size", type=_positive, metavar="BYTES", help="largest request body, then 413 (default: no limit)")
     add("--seed", type=int, metavar="N", help="seed of requests that send none (default: random)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     add("--replicas", type=_positive, metavar="N", help="N servers behind one address, on Ray (docs/replicas.md)")
     add(
         "--cpus-per-replica",
-        type=_share,
+        type=_not_negative,
         default=1,
         metavar="N",
         help="that Ray sets aside, or 0 (%(default)s)",
     )
-    add("--gpus-per-replica", type=_share, metavar="N", help="that Ray gives each (default: one a device, if any)")
+    add(
+        "--gpus-per-replica",
+        type=_not_negative,
+        metavar="N",
+        help="that Ray gives each (default: one a device, if any)",
+    )
     add("--ray-address", default="local", metavar="ADDR", help="a running Ray cluster's (default: start one here)")
     return parser

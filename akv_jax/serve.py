@@ -152,6 +152,7 @@ def settings_of(arguments: argparse.Namespace, environment: Environment) -> Sett
         api_key=arguments.api_key or environment.api_key,
         max_body_size=arguments.max_body_size,
         log_level=arguments.log_level,
+        drain_seconds=arguments.drain_seconds,
     )
 
 
@@ -213,12 +214,17 @@ class QuietServer(uvicorn.Server):
         """`drain` is called once, in a thread of its own, when the server is told to end."""
         super().__init__(config)
         self._drain = drain
+        self._draining = False
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        if not self.should_exit:
+        if self._draining and sig == signal.SIGINT:
+            # Cutting every request off in good order would take time, and fill the log with tracebacks.
+            _exit(0)
+        first = not self._draining
+        # Before anything else: the next signal may come at any moment.
+        self.should_exit = self._draining = True
+        if first:
             threading.Thread(target=self._drain, name="drain", daemon=True).start()
-        self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit = True
 
 
 def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import pytest
 
 from akv_jax.flags import FlagError, argument_parser
 from akv_jax.models.load import LoadedModel
-from akv_jax.serve import listen, main
+from akv_jax.serve import listen, main, server_config, settings_of
 from akv_jax.startup import engine_config, load_engine, page_bytes
+from serving.settings import Environment
 from tests.serving.running import eventually
 
 
@@ -37,6 +39,7 @@ def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
         (["--port", "70000"], "--port"),
         (["--max-total-tokens", "0"], "--max-total-tokens"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
+        (["--drain-seconds", "-1"], "--drain-seconds: expected 0 or more, found -1"),
         (["--dtype", "int8"], "--dtype"),
         (["--cache-dir", "/dev/null"], "--cache-dir: /dev/null: File exists"),
         (["--cache-dir", "kv", "--disable-radix-cache"], "there is nothing to keep"),
@@ -79,7 +82,8 @@ def test_flags_and_memory_make_the_engine_configuration(model: LoadedModel) -> N
     assert config("--max-running-requests", "2").num_pages == 2 * model.config.max_positions
     assert config("--max-total-tokens", "77").num_pages == 77
     small = 5000 * page_bytes(model.config, "float32") / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    assert config("--mem-fraction-static", f"{small:.12f}").num_pages <= 5000
+    pages = config("--mem-fraction-static", f"{small:.12f}").num_pages
+    assert pages <= 5000 and pages % 1024 == 0
     with pytest.raises(FlagError, match="--max-total-tokens"):
         config("--mem-fraction-static", f"{small / 1000:.15f}")
     with pytest.raises(FlagError, match="--context-length"):
@@ -201,3 +205,74 @@ def test_a_broken_model_is_explained(
     assert main(["--model", str(tmp_path / "broken.gguf"), "--port", "0"]) == 2
     err = capsys.readouterr().err
     assert "error:" in err and "broken.gguf is not a GGUF file" in err
+
+
+def test_how_long_a_drain_may_take() -> None:
+    for flags, seconds in (([], 10), (["--drain-seconds", "0.5"], 0.5)):
+        settings = settings_of(argument_parser().parse_args(flags), Environment())
+        assert settings.drain_seconds == seconds
+        assert server_config(lambda *_: None, settings).timeout_graceful_shutdown >= seconds  # pyright: ignore
+
+
+def test_a_failure_of_ours_ends_with_1_and_a_traceback(
+    tiny_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that cannot start, and nobody can help it."""
+    monkeypatch.setenv("AKV_JAX_CACHE_DIR", str(tmp_path))
+
+    def broken(*_: object) -> NoReturn:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("akv_jax.startup.engine_config", broken)
+    assert main(["--model", str(tiny_directory), "--port", "0"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "ZeroDivisionError: a bug" in err
+
+
+def test_sigterm_while_loading_ends_with_0(tiny_directory: Path, tmp_path: Path) -> None:
+    """At once, whatever the compiler is at."""
+    server = Process("--model", str(tiny_directory), cache=tmp_path)
+    try:
+        eventually(lambda: server.status("/health") == 200, 60)
+        assert server.status("/ready") == 503
+        code, err = server.terminate()
+        assert code == 0 and "Traceback" not in err and "URL" not in err
+    finally:
+        server.process.kill()
+
+
+#: The server as `serve` has it, with one route that takes a minute.
+SLOW = """
+import asyncio
+from akv_jax.serve import QuietServer, listen, server_config
+from serving.settings import Settings
+
+async def app(scope, receive, send):
+    assert scope["type"] == "http"
+    print("asked", flush=True)
+    await asyncio.sleep(60)
+
+listener = listen("127.0.0.1", 0)
+print(listener.getsockname()[1], flush=True)
+settings = Settings(drain_seconds=60)
+QuietServer(server_config(app, settings), lambda: print("draining", flush=True)).run(sockets=[listener])
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once_and_quietly() -> None:
+    command = [sys.executable, "-c", SLOW]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        address = ("127.0.0.1", int(server.stdout.readline()))
+        with socket.create_connection(address, timeout=30) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert server.stdout.readline() == "asked\n"
+            server.send_signal(signal.SIGINT)
+            assert server.stdout.readline() == "draining\n"
+            assert server.poll() is None
+            server.send_signal(signal.SIGINT)
+            _, err = server.communicate(timeout=10)
+        assert (server.returncode, err) == (0, "")
+    finally:
+        server.kill()
