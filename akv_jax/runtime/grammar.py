@@ -17,6 +17,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 #: Bounds on what one hostile grammar may cost. A lexer state takes about 2 kB.
 MAX_LEXER_STATES = 20_000
+#: Steps of compiling, half a second of them. `^(a{1000}){1000}$` would go on for ten times as long; an enum of 20,000
+#: short texts takes half.
+MAX_COMPILE_STEPS = 500_000
+#: Characters of a schema. A long one is refused by the other bounds too, but only after seconds.
+MAX_SCHEMA_LENGTH = 2_000_000
 
 #: How JSON may be written. White space: enough to indent by, but a model that only writes blanks comes to an end.
 #: Lenient: keywords that llguidance lacks are left unchecked.
@@ -67,7 +72,9 @@ class Vocabulary:
         ends = list(eos_token_ids) or [size]
         wrapped = TokenizerWrapper(_Wrapped(tokenizer, size, ends[0]))
         self._tokenizer = LLTokenizer(wrapped, n_vocab=max(size, ends[0] + 1), eos_token=ends)
-        self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._limits = LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=MAX_COMPILE_STEPS, verbose_errors=False
+        )
 
     def json_schema(self, schema: Mapping[str, Any], *, strict: bool = False) -> Grammar:
         """JSON texts that fit `schema`. Keywords that llguidance lacks are refused if `strict`, else ignored.
@@ -76,7 +83,10 @@ class Vocabulary:
         """
         options: Any = {**JSON_OPTIONS, "lenient": not strict}
         try:
-            return self._compile(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+            text = json.dumps(schema)
+            if len(text) > MAX_SCHEMA_LENGTH:
+                raise GrammarError(f"expected at most {MAX_SCHEMA_LENGTH} characters, found {len(text)}")
+            return self._compile(LLMatcher.grammar_from_json_schema(text, overrides=options))
         except (TypeError, ValueError) as error:
             raise GrammarError(str(error)) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,8 @@ HOSTILE: dict[str, Any] = {
     "alternatives": {"anyOf": [{"const": str(i) * 20} for i in range(2000)]},
     "pattern": {"type": "string", "pattern": "(a|b|ab)*" * 50 + "c"},
     "counts": {"type": "string", "pattern": "(x{1000}){1000}"},
+    "long": {"enum": [f"value number {i} of many, and each of them is long" for i in range(50_000)]},
+    "counts of all": {"type": "string", "pattern": "^(a{1000}){1000}$"},
     "required": {"type": "object", "required": [f"k{i}" for i in range(2000)]},
     "items": {"type": "array", "minItems": 10**9, "maxItems": 10**9},
     "nested": json.loads('{"properties":{"a":' * 40 + "{}" + "}}" * 40),
@@ -108,10 +111,14 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_schemas_cost_little(vocabulary: Vocabulary, model: LoadedModel, name: str) -> None:
     """Refused, or followed for a while within bounds, in another thread than compiled them, as in the engine."""
+    begun = time.process_time()
     try:
         state = vocabulary.json_schema(HOSTILE[name]).start()
     except GrammarError:
         return
+    finally:
+        # Seconds. The worst takes half of one, and without a bound on the steps five.
+        assert time.process_time() - begun < 2
     steps: list[int] = []
 
     def follow() -> None:
@@ -124,6 +131,10 @@ def test_hostile_schemas_cost_little(vocabulary: Vocabulary, model: LoadedModel,
     thread.start()
     thread.join(20)
     assert not thread.is_alive() and steps
+
+
+def test_a_large_enum_is_no_hostile_schema(vocabulary: Vocabulary) -> None:
+    vocabulary.json_schema({"enum": [f"value number {i} of many" for i in range(10_000)]})
 
 
 def test_a_grammar_that_gives_up_cuts_the_reply(model: LoadedModel) -> None:
