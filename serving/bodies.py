@@ -51,13 +51,18 @@ async def read_object(request: HttpRequest, limit: int | None) -> dict[str, Any]
         ClientDisconnected: the client hung up while sending.
     """
     raw = await read_bytes(request, limit)
-    value = _parse_msgpack(raw) if is_msgpack(request) else _parse_json(raw)
+    # A body may have millions of elements: others must not wait for that.
+    return await asyncio.to_thread(_parse, raw, is_msgpack(request))
+
+
+def _parse(raw: bytes, packed: bool) -> dict[str, Any]:
+    value = _parse_msgpack(raw) if packed else _parse_json(raw)
     if not isinstance(value, dict):
         raise invalid(f"The body must be an object, got {type(value).__name__}.")
     _check_depth(value)
     if not value.keys().isdisjoint(CACHE_FIELDS):
         # The fast parsers keep the last of two values for one key and say nothing.
-        await asyncio.to_thread(_refuse_repeated_keys, raw, is_msgpack(request))
+        _refuse_repeated_keys(raw, packed)
     return value
 
 
@@ -135,7 +140,7 @@ def _refuse_repeated_keys(raw: bytes, packed: bool) -> None:
             for inner in (
                 [(f"{path}.{key}", v) for key, v in value.items()]
                 if isinstance(value, dict)
-                else [(f"{path}[{i}]", v) for i, v in enumerate(value)]
+                else [(f"{path}[{i}]", v) for i, v in enumerate(value) if isinstance(v, dict | list)]
                 if isinstance(value, list)
                 else []
             )

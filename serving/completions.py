@@ -20,6 +20,7 @@ from akv_jax.errors import invalid
 from akv_jax.request import Output, Request, TokenLogprob
 from serving.bodies import read_object
 from serving.generation import collect, generate, unless_disconnected
+from serving.request_log import Notes, notes_of
 from serving.responses import LOWEST_LOGPROB, answer, cache_object, usage_object
 from serving.schemas import CompletionBody, check_token_ids, validate
 from serving.sse import event_stream
@@ -34,12 +35,12 @@ async def completions(http: HttpRequest) -> Response:
     """OpenAI's older text completion. Streams if `stream` is true."""
     server = server_of(http)
     data = await read_object(http, server.settings.max_body_size)
-    arrived = server.clock()
-    body, request, reply = await asyncio.to_thread(_read, server, data)
-    server.log_unknown(body.model_extra or ())
+    arrived, notes = server.clock(), notes_of(http)
+    reading = asyncio.to_thread(_read, server, notes, data)
+    body, request, reply = await unless_disconnected(http, reading)
     if body.stream:
-        return await event_stream(server, http, _chunks(server, request, arrived, reply))
-    completion = await unless_disconnected(http, collect(server, request, arrived))
+        return await event_stream(server, http, _chunks(server, notes, request, arrived, reply))
+    completion = await unless_disconnected(http, collect(server, notes, request, arrived))
     return answer(
         reply.object(
             completion.text,
@@ -51,9 +52,10 @@ async def completions(http: HttpRequest) -> Response:
     )
 
 
-def _read(server: Server, data: dict[str, Any]) -> tuple[CompletionBody, Request, CompletionAnswer]:
+def _read(server: Server, notes: Notes, data: dict[str, Any]) -> tuple[CompletionBody, Request, CompletionAnswer]:
     model = server.require_engine().model
     body = validate(CompletionBody, data)
+    server.note_unknown(notes, body)
     sampling = body.sampling(model.config.vocab_size)
     prompt = parse_prompt(server, body.prompt)
     request = Request(f"cmpl-{uuid.uuid4().hex}", (Append(prompt),), sampling, body.cache_salt)
@@ -74,7 +76,7 @@ def parse_prompt(server: Server, value: Any) -> tuple[int, ...]:
     if isinstance(value, list):
         ids = check_token_ids(value, model.config.vocab_size, param)
     elif isinstance(value, str):
-        server.refuse_hopeless([value], param)
+        server.refuse_hopeless(param, len(value))
         ids = tuple(model.tokenizer.encode(value))
     else:
         raise invalid(
@@ -171,9 +173,9 @@ class CompletionAnswer:
 
 
 async def _chunks(
-    server: Server, request: Request, arrived: float, reply: CompletionAnswer
+    server: Server, notes: Notes, request: Request, arrived: float, reply: CompletionAnswer
 ) -> AsyncGenerator[dict[str, Any], None]:
-    async with aclosing(generate(server, request, arrived)) as outputs:
+    async with aclosing(generate(server, notes, request, arrived)) as outputs:
         async for output in outputs:
             for chunk in reply.chunks(output):
                 yield chunk

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from akv_jax.chat.messages import describe
 from akv_jax.errors import Reason, RequestError, invalid
-from serving.state import server_of
+from serving.request_log import RequestLog, notes_of
 
 #: Seconds after which a refused client may try again.
 RETRY_AFTER = {Reason.QUEUE_FULL: 1, Reason.SHUTTING_DOWN: 5, Reason.TRANSFER_FAILED: 1}
@@ -34,6 +34,12 @@ class ClientDisconnected(Exception):
 def error_object(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict:
     """`{"error": {...}}` as OpenAI's clients parse it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _note_refusal(request: HttpRequest, body: dict, **more: str | None) -> None:
+    """The request's line says why, and it is counted by its code."""
+    error = body["error"]
+    notes_of(request).update({"code": error["code"] or error["type"], **more, "message": error["message"][:300]})
 
 
 def error_response(status: int, body: dict, headers: Mapping[str, str] | None = None) -> Response:
@@ -90,14 +96,13 @@ def _http_error(request: HttpRequest, error: Exception) -> Response:
     else:
         kind = "invalid_request_error" if error.status_code < 500 else "service_unavailable_error"
         body = error_object(str(error.detail), kind, None, HTTP_CODES.get(error.status_code))
+    _note_refusal(request, body)
     return error_response(error.status_code, body, error.headers)
 
 
 def _refused(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    server = server_of(request)
-    server.metrics.refusals[error.reason.value] += 1
-    server.log.info("refused", path=request.url.path, status=error.status, param=error.param, message=error.message)
+    _note_refusal(request, request_error_object(error), param=error.param)
     return request_error_response(error)
 
 
@@ -128,8 +133,9 @@ class CatchUnexpected:
         except Exception as error:
             if begun or scope["type"] != "http":
                 raise
-            scope["app"].state.server.log.error("unexpected error", path=scope["path"], exc_info=error)
-            await error_response(HTTPStatus.INTERNAL_SERVER_ERROR, unexpected_error_object())(scope, receive, send)
+            notes, body = scope["state"]["notes"], unexpected_error_object()
+            notes.update(code=body["error"]["type"], exc_info=error)
+            await error_response(HTTPStatus.INTERNAL_SERVER_ERROR, body)(scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -137,3 +143,5 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientDisconnected, _disconnected)
     app.add_middleware(CatchUnexpected)
+    # The last one added is the outermost.
+    app.add_middleware(RequestLog)

@@ -14,6 +14,7 @@ from fastapi import Request as HttpRequest
 from akv_jax.errors import RequestError
 from akv_jax.request import Output, Request, TokenLogprob, Usage
 from serving.errors import ClientDisconnected
+from serving.request_log import Notes
 from serving.state import Server
 
 Result = TypeVar("Result")
@@ -21,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Record:
-    """What the request's line in the log is made of."""
+    """What is learnt of a request while it runs."""
 
     #: All three in seconds by the server's clock.
     arrived: float
@@ -32,10 +33,11 @@ class Record:
     usage: Usage | None = None
 
 
-async def generate(server: Server, request: Request, arrived: float) -> AsyncGenerator[Output, None]:
+async def generate(server: Server, notes: Notes, request: Request, arrived: float) -> AsyncGenerator[Output, None]:
     """The engine's outputs, ending with the one that has a finish reason and the usage.
 
-    `arrived`: when the request's body was there, seconds by the server's clock; the measured times begin there.
+    `notes`: the request's line in the log is told what became of it. `arrived`: when the request's body was there,
+    seconds by the server's clock; the measured times begin there.
 
     Raises:
         RequestError: refused, or cut off by a shutdown.
@@ -57,7 +59,7 @@ async def generate(server: Server, request: Request, arrived: float) -> AsyncGen
         record.finish = "error"
         raise
     finally:
-        _close(server, request, record)
+        _close(server, notes, request, record)
 
 
 def _note(server: Server, record: Record, output: Output) -> None:
@@ -75,22 +77,19 @@ def _note(server: Server, record: Record, output: Output) -> None:
     record.finish = output.finish_reason or record.finish
 
 
-def _close(server: Server, request: Request, record: Record) -> None:
-    elapsed = server.clock() - record.arrived
+def _close(server: Server, notes: Notes, request: Request, record: Record) -> None:
     finished = record.usage is not None
     if finished:
-        server.metrics.latency.observe(elapsed)
+        server.metrics.latency.observe(server.clock() - record.arrived)
         server.metrics.finished[record.finish or "none"] += 1
     usage = record.usage
-    server.log.info(
-        "request",
+    notes.update(
         id=request.request_id,
         prompt=usage.prompt_tokens if usage else None,
         computed=usage.computed_tokens if usage else None,
         cached=usage.cached_tokens if usage else None,
         output=record.output_tokens,
         ttft=None if record.first_token is None else round(record.first_token - record.arrived, 3),
-        total=round(elapsed, 3),
         finish=record.finish,
     )
 
@@ -107,9 +106,9 @@ class Completion:
     next_logits: np.ndarray | None
 
 
-async def collect(server: Server, request: Request, arrived: float) -> Completion:
+async def collect(server: Server, notes: Notes, request: Request, arrived: float) -> Completion:
     """Run `request` to its end. Raises what `generate` raises."""
-    outputs = [output async for output in generate(server, request, arrived)]
+    outputs = [output async for output in generate(server, notes, request, arrived)]
     last = outputs[-1]
     assert last.usage is not None and last.finish_reason is not None, "the engine's last output says how it ended"
     return Completion(
@@ -123,7 +122,7 @@ async def collect(server: Server, request: Request, arrived: float) -> Completio
 
 
 async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, Result]) -> Result:
-    """`work`'s result; if the client hangs up first, `work` is cancelled. The body must have been read.
+    """`work`'s result; if the client has hung up by then, `work` is cancelled. The body must have been read.
 
     Raises:
         ClientDisconnected: nobody waits for the result.
@@ -132,7 +131,7 @@ async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, Resul
     watch = asyncio.ensure_future(_disconnection(http))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        if watch.done():
             raise ClientDisconnected
         return task.result()
     finally:

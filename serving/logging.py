@@ -1,4 +1,4 @@
-"""Structured logs on stderr: one line a request, and one for what went wrong."""
+"""Structured logs on stderr: one line a request (`request_log.py`), with the traceback where we failed."""
 
 from __future__ import annotations
 

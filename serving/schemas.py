@@ -151,10 +151,6 @@ class PromptBody(Body):
     reposition: Any = None
     drop_rule: Any = None
 
-    def cache_fields(self) -> dict[str, Any]:
-        """`cache` and its synonyms as they came."""
-        return {name: value for name in CACHE_FIELDS if (value := getattr(self, name)) is not None}
-
 
 class StreamOptions(Body):
     include_usage: Flag = False
@@ -260,7 +256,8 @@ class TokenizeBody(PromptBody):
 
 
 class DetokenizeBody(Body):
-    tokens: list[TokenId]
+    #: Checked by `check_token_ids`, which can be interrupted where there are millions.
+    tokens: Any = Field()
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from typing import Any
@@ -13,6 +14,7 @@ from fastapi.responses import Response
 from akv_jax.request import Request
 from serving.bodies import read_object, wants_msgpack
 from serving.generation import Completion, collect, unless_disconnected
+from serving.request_log import Notes, notes_of
 from serving.responses import answer, cache_object, logprobs_object, usage_object
 from serving.schemas import SequenceBody, parse_operations, validate
 from serving.state import Server, server_of
@@ -25,20 +27,24 @@ async def sequence(http: HttpRequest) -> Response:
     """Compute a history of operations and continue it. JSON or msgpack, by Content-Type and Accept."""
     server = server_of(http)
     data = await read_object(http, server.settings.max_body_size)
-    arrived = server.clock()
-    engine = server.require_engine()
+    arrived, notes = server.clock(), notes_of(http)
+    request = await unless_disconnected(http, asyncio.to_thread(_read, server, notes, data))
+    completion = await unless_disconnected(http, collect(server, notes, request, arrived))
+    return answer(_sequence_object(server, request, completion), as_msgpack=wants_msgpack(http))
+
+
+def _read(server: Server, notes: Notes, data: dict[str, Any]) -> Request:
+    """Raises RequestError."""
+    vocab_size = server.require_engine().model.config.vocab_size
     body = validate(SequenceBody, data)
-    server.log_unknown(body.model_extra or ())
-    vocab_size = engine.model.config.vocab_size
-    request = Request(
+    server.note_unknown(notes, body)
+    return Request(
         request_id=f"seq-{uuid.uuid4().hex}",
         operations=parse_operations(body.operations, vocab_size),
         sampling=body.sampling(vocab_size),
         cache_salt=body.cache_salt,
         return_logits=body.return_logits,
     )
-    completion = await unless_disconnected(http, collect(server, request, arrived))
-    return answer(_sequence_object(server, request, completion), as_msgpack=wants_msgpack(http))
 
 
 def _sequence_object(server: Server, request: Request, completion: Completion) -> dict[str, Any]:

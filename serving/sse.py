@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from akv_jax.errors import RequestError
 from serving.errors import request_error_object, unexpected_error_object
 from serving.generation import unless_disconnected
+from serving.request_log import Notes, notes_of
 from serving.state import Server
 
 DONE = b"data: [DONE]\n\n"
@@ -38,15 +39,17 @@ async def event_stream(server: Server, http: HttpRequest, chunks: AsyncGenerator
     except BaseException:
         await _close(first, chunks)
         raise
-    return ChunkResponse(server, first, chunks)
+    return ChunkResponse(server, notes_of(http), first, chunks)
 
 
 class ChunkResponse(EventSourceResponse):
     """The stream proper. However it ends, and even if it never begins, `chunks` is closed with it."""
 
-    def __init__(self, server: Server, first: asyncio.Future[dict], chunks: AsyncGenerator[dict, None]) -> None:
+    def __init__(
+        self, server: Server, notes: Notes, first: asyncio.Future[dict], chunks: AsyncGenerator[dict, None]
+    ) -> None:
         super().__init__(
-            _events(server, first, chunks),
+            _events(notes, first, chunks),
             ping=server.settings.keep_alive_seconds,
             ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
             sep="\n",
@@ -73,7 +76,7 @@ async def _close(first: asyncio.Future[dict], chunks: AsyncGenerator[dict, None]
 
 
 async def _events(
-    server: Server, first: asyncio.Future[dict], chunks: AsyncGenerator[dict, None]
+    notes: Notes, first: asyncio.Future[dict], chunks: AsyncGenerator[dict, None]
 ) -> AsyncIterator[bytes]:
     try:
         yield event(await first)
@@ -83,5 +86,5 @@ async def _events(
     except RequestError as error:
         yield event(request_error_object(error))
     except Exception as error:
-        server.log.error("unexpected error in a stream", exc_info=error)
+        notes["exc_info"] = error
         yield event(unexpected_error_object())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,25 +16,17 @@ from akv_jax.errors import Reason, RequestError, invalid
 from akv_jax.runtime.grammar import Vocabulary
 from akv_jax.stats import Clock
 from serving.metrics import Metrics
+from serving.request_log import Notes, log_request
+from serving.schemas import Body
 from serving.settings import Settings
+from serving.unknown_fields import UnknownFields, unknown_fields
 
 if TYPE_CHECKING:
     from akv_jax.async_engine import AsyncEngine
 
 
-@dataclass
-class UnknownFields:
-    """Request fields that nobody reads: each is logged once, and a client that invents names cannot fill the memory."""
-
-    limit: int = 1000
-    seen: set[str] = field(default_factory=set)
-
-    def new(self, names: list[str]) -> list[str]:
-        """Those of `names` that were not seen before, shortened."""
-        fresh = [name for name in (n[:80] for n in names) if name not in self.seen]
-        fresh = fresh[: self.limit - len(self.seen)]
-        self.seen.update(fresh)
-        return fresh
+#: Asked every few seconds by machines: their lines are for the log's debug level.
+PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 
 @dataclass
@@ -90,25 +81,25 @@ class Server:
                 self._vocabulary = Vocabulary(model.tokenizer, model.config.vocab_size, model.eos_token_ids)
         return self._vocabulary
 
-    def refuse_hopeless(self, texts: Iterable[str], param: str) -> None:
-        """Refuse a text that must take more positions than there are, before an hour goes into tokenising it.
+    def refuse_hopeless(self, param: str, characters: int, tokens: int = 0) -> None:
+        """Refuse what must take more positions than there are before minutes go into tokenising it: so many `tokens`,
+        and text of so many `characters`. No token is longer than the longest one of the vocabulary.
 
-        No token is longer than the longest one of the vocabulary. Raises CONTEXT_LENGTH_EXCEEDED (DESIGN A7).
+        Raises CONTEXT_LENGTH_EXCEEDED (DESIGN A7).
         """
         limit = self.require_engine().config.context_length
-        for text in texts:
-            # Short enough for any vocabulary, which is nearly every text there is.
-            if len(text) <= limit:
-                continue
-            least = len(text) // self._longest_token()
-            if least > limit:
-                raise RequestError(
-                    Reason.CONTEXT_LENGTH_EXCEEDED,
-                    f"This model's maximum context length is {limit} tokens. However, your request has {least} tokens "
-                    f"(or more, in one text of {len(text)} characters), which exceeds the context window "
-                    "(context_length_exceeded). Please reduce the length of the messages or completion.",
-                    param,
-                )
+        # Short enough for any vocabulary, which is nearly every request there is.
+        if characters + tokens <= limit:
+            return
+        least = tokens + characters // self._longest_token()
+        if least > limit:
+            raise RequestError(
+                Reason.CONTEXT_LENGTH_EXCEEDED,
+                f"This model's maximum context length is {limit} tokens. However, your request has {least} tokens "
+                f"(or more, in {characters} characters of text), which exceeds the context window "
+                "(context_length_exceeded). Please reduce the length of the messages or completion.",
+                param,
+            )
 
     def _longest_token(self) -> int:
         """Characters."""
@@ -122,11 +113,17 @@ class Server:
     def model_name(self) -> str:
         return self.settings.served_model_name or self.require_engine().model.name
 
-    def log_unknown(self, names: Iterable[str]) -> None:
-        """Say once of every unknown request field that nobody looks at it."""
-        fresh = self.unknown_fields.new(sorted(names))
+    def note_unknown(self, notes: Notes, body: Body) -> None:
+        """Have the request's line say which of its fields nobody looks at, once of every name."""
+        fresh = self.unknown_fields.new(unknown_fields(body))
         if fresh:
-            self.log.warning("unknown request fields are ignored", fields=fresh)
+            notes["unknown_fields"] = fresh
+
+    def ended(self, method: str, path: str, status: int, seconds: float, notes: Notes) -> None:
+        """A request has been answered, or its client has gone: one line, and the count of refusals."""
+        if "code" in notes:
+            self.metrics.refusals[notes["code"]] += 1
+        log_request(self.log, method, path, status, seconds, notes, quiet=path in PROBES)
 
 
 def server_of(request: HttpRequest) -> Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,12 +19,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 from structlog.typing import FilteringBoundLogger
 
+from akv_jax.stats import Clock
 from serving.bodies import is_msgpack, read_bytes
 from serving.errors import ClientDisconnected, error_object, error_response, install_error_handlers
 from serving.generation import unless_disconnected
 from serving.logging import create_logger
 from serving.replicas.affinity import conversation_key
 from serving.replicas.merge import label_metrics
+from serving.request_log import Notes, log_request
 from serving.responses import answer
 from serving.security import require_api_key
 from serving.settings import Settings
@@ -90,6 +93,11 @@ class Front:
     replicas: Replicas
     settings: Settings
     log: FilteringBoundLogger
+    clock: Clock = time.monotonic
+
+    def ended(self, method: str, path: str, status: int, seconds: float, notes: Notes) -> None:
+        """As `Server.ended`. What a replica has answered is in the replica's own log."""
+        log_request(self.log, method, path, status, seconds, notes, quiet="code" not in notes)
 
 
 def create_front(replicas: Replicas, settings: Settings, log: FilteringBoundLogger | None = None) -> FastAPI:

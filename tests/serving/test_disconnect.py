@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -39,6 +42,39 @@ def test_hanging_up_while_sending_starts_nothing(fake: Fake) -> None:
     time.sleep(0.1)
     assert engine.running == engine.aborted == 0
     assert server.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path, reading",
+    [
+        ("/v1/chat/completions", "serving.chat.prepare"),
+        ("/v1/completions", "serving.completions.parse_prompt"),
+        ("/v1/sequence", "serving.sequence.parse_operations"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_hanging_up_while_the_body_is_read_submits_nothing(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, path: str, reading: str, stream: bool
+) -> None:
+    """Tokenising and compiling grammars take a while, in a thread: who has left by then has left."""
+    server, engine = fake
+    module, _, name = reading.rpartition(".")
+    real, begun, go_on = getattr(sys.modules[module], name), threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return real(*arguments)
+
+    monkeypatch.setattr(reading, slow)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "operations": [["append", [1]]]}
+    connection = send(server, json.dumps({**body, "stream": stream}).encode(), path=path)
+    assert begun.wait(10)
+    connection.close()
+    eventually(lambda: "status=499" in server.log.getvalue())
+    go_on.set()
+    time.sleep(0.1)
+    assert engine.running == engine.aborted == 0
 
 
 def test_a_slow_stream_is_kept_alive_by_comments(fake: Fake) -> None:

@@ -70,6 +70,8 @@ def test_one_line_a_request(tiny: Running) -> None:
     tiny.log.seek(0)
     tiny.log.truncate()
     answer = tiny.client.chat.completions.create(model="x", messages=HELLO, max_tokens=2)
+    # It comes after the answer.
+    eventually(lambda: answer.id in tiny.log.getvalue())
     lines = [line for line in tiny.log.getvalue().splitlines() if answer.id in line]
     assert len(lines) == 1
     for key in ("prompt", "computed", "cached", "output", "ttft", "total", "finish"):
