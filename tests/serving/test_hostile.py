@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from serving.schemas import CACHE_FIELDS, ChatBody, CompletionBody, SequenceBody
+from serving.schemas import CACHE_FIELDS, ChatBody, CompletionBody, DetokenizeBody, SequenceBody, TokenizeBody
+from tests.serving.bad_input import BODIES, CHAT, FIELDS, HELLO, OPERATIONS
 from tests.serving.fake_engine import FakeEngine, endless
 from tests.serving.running import Running, check_pages, running, send
 
-CHAT = "/v1/chat/completions"
-HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 CONTROL: dict[str, Any] = {"messages": HELLO, "temperature": 0, "max_tokens": 5, "return_token_ids": True}
 
 
@@ -44,6 +43,17 @@ def refused(response: httpx.Response, param: str | None = None) -> dict[str, Any
     return error
 
 
+def test_bad_input_leaves_a_real_engine_whole(sound: Running) -> None:
+    """Whatever is refused for its form, fields, operations or bodies, has left nothing behind (C7)."""
+    for fields, param in FIELDS:
+        refused(sound.post(CHAT, {"messages": HELLO, **fields}), param)
+    for operations, param in OPERATIONS:
+        refused(sound.post("/v1/sequence", {"operations": operations}), param)
+    for body, says in BODIES:
+        for path in (CHAT, "/v1/completions", "/v1/sequence", "/tokenize", "/detokenize"):
+            assert says in refused(sound.post(path, body))["message"]
+
+
 # -- wrong types, everywhere ------------------------------------------------------------------------------------------
 
 #: A value of every JSON type, and for each field the ones that are of no use there.
@@ -58,38 +68,108 @@ ACCEPTED = {
     "return_token_ids": {"bool"}, "return_logits": {"bool"}, "parallel_tool_calls": {"bool"},
     "add_generation_prompt": {"bool"}, "continue_final_message": set(), "stream_options": {"object"},
     "response_format": {"object"}, "prompt": {"string"}, "suffix": set(), "echo": set(),
+    "logprobs": {"bool"}, "top_logprobs": {"integer"},
 }  # fmt: skip
-#: Where the answer depends on more than the type.
-BESIDE = {"logprobs", "top_logprobs"}
 
 
 def wrong_types(schema: Any) -> list[tuple[str, str]]:
-    return [
-        (name, kind)
-        for name in schema.model_fields
-        if name not in BESIDE
-        for kind in VALUES
-        if kind not in ACCEPTED.get(name, set())
-    ]
+    accepted = ACCEPTED | ({"logprobs": {"integer"}} if schema is CompletionBody else {})
+    return [(name, kind) for name in schema.model_fields for kind in VALUES if kind not in accepted.get(name, set())]
 
 
 @pytest.mark.parametrize(
     "path, schema, body",
     [
-        (CHAT, ChatBody, {"messages": HELLO}),
+        (CHAT, ChatBody, {"messages": HELLO, "logprobs": True}),
         ("/v1/completions", CompletionBody, {"prompt": "x"}),
         ("/v1/sequence", SequenceBody, {"operations": [["append", [1]]]}),
+        ("/tokenize", TokenizeBody, {"messages": HELLO}),
+        ("/detokenize", DetokenizeBody, {}),
     ],
-    ids=["chat", "completions", "sequence"],
+    ids=["chat", "completions", "sequence", "tokenize", "detokenize"],
 )
-def test_wrong_types_at_every_field(fake: tuple[Running, FakeEngine], path: str, schema: Any, body: Any) -> None:
-    server, engine = fake
+def test_wrong_types_at_every_field(sound: Running, path: str, schema: Any, body: Any) -> None:
     cases = wrong_types(schema)
-    assert len(cases) > 60
+    assert len(cases) >= 5 * len(schema.model_fields)
     for name, kind in cases:
-        error = refused(server.post(path, {**body, name: VALUES[kind]}))
+        error = refused(sound.post(path, {**body, name: VALUES[kind]}))
         assert error["param"] and error["param"].startswith(name), (name, kind, error)
-    assert engine.running == engine.aborted == 0
+
+
+def with_message(role: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": role, **fields}]}
+
+
+def with_call(**function: Any) -> dict[str, Any]:
+    return with_message("assistant", tool_calls=[{"function": function}])
+
+
+def with_tool(**function: Any) -> dict[str, Any]:
+    return {"messages": HELLO, "tools": [{"type": "function", "function": function}]}
+
+
+def with_schema(**fields: Any) -> dict[str, Any]:
+    wanted = {"type": "json_schema", "json_schema": {"schema": {}, **fields}}
+    return {"messages": HELLO, "response_format": wanted}
+
+
+def with_entry(**fields: Any) -> dict[str, Any]:
+    return {"messages": HELLO, "cache": {"drop": {"0": [fields]}}}
+
+
+#: Within objects: where a value stands, the body that has it there, and the types that are of use.
+NESTED: dict[str, tuple[Any, set[str]]] = {
+    "messages[0]": (lambda v: {"messages": [v]}, set()),
+    "messages[0].role": (lambda v: {"messages": [{"role": v}]}, set()),
+    "messages[0].content": (lambda v: with_message("user", content=v), {"string"}),
+    "messages[0].content[0].type": (lambda v: with_message("user", content=[{"type": v, "text": "x"}]), {"string"}),
+    "messages[0].content[0].text": (lambda v: with_message("user", content=[{"text": v}]), {"string"}),
+    "messages[0].name": (lambda v: with_message("user", name=v), {"string"}),
+    "messages[0].tool_call_id": (lambda v: with_message("tool", tool_call_id=v), {"string"}),
+    "messages[0].reasoning_content": (lambda v: with_message("assistant", reasoning_content=v), {"string"}),
+    "messages[0].reasoning": (lambda v: with_message("assistant", reasoning=v), {"string"}),
+    "messages[0].token_ids": (lambda v: with_message("assistant", token_ids=v), set()),
+    "messages[0].tool_calls": (lambda v: with_message("assistant", tool_calls=v), set()),
+    "messages[0].tool_calls[0].id": (
+        lambda v: with_message("assistant", tool_calls=[{"id": v, "function": {"name": "f"}}]), {"string"}
+    ),
+    "messages[0].tool_calls[0].function": (lambda v: with_message("assistant", tool_calls=[{"function": v}]), set()),
+    "messages[0].tool_calls[0].function.name": (lambda v: with_call(name=v), {"string"}),
+    "messages[0].tool_calls[0].function.arguments": (lambda v: with_call(name="f", arguments=v), {"string", "object"}),
+    "messages[0].function_call": (lambda v: with_message("assistant", function_call=v), set()),
+    "stream_options.include_usage": (lambda v: {"messages": HELLO, "stream_options": {"include_usage": v}}, {"bool"}),
+    "response_format.type": (lambda v: {"messages": HELLO, "response_format": {"type": v}}, {"string"}),
+    "response_format.json_schema": (
+        lambda v: {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": v}}, set()
+    ),
+    "response_format.json_schema.name": (lambda v: with_schema(name=v), {"string"}),
+    "response_format.json_schema.schema": (lambda v: with_schema(schema=v), {"object"}),
+    "response_format.json_schema.strict": (lambda v: with_schema(strict=v), {"bool"}),
+    "tools[0]": (lambda v: {"messages": HELLO, "tools": [v]}, set()),
+    "tools[0].type": (lambda v: {"messages": HELLO, "tools": [{"type": v, "function": {"name": "f"}}]}, set()),
+    "tools[0].function": (lambda v: {"messages": HELLO, "tools": [{"function": v}]}, set()),
+    "tools[0].function.name": (lambda v: with_tool(name=v), {"string"}),
+    "tools[0].function.parameters": (lambda v: with_tool(name="f", parameters=v), {"object"}),
+    "tools[0].function.strict": (lambda v: with_tool(name="f", strict=v), {"bool"}),
+    "cache.drop": (lambda v: {"messages": HELLO, "cache": {"drop": v}}, set()),
+    "cache.drop.0": (lambda v: {"messages": HELLO, "cache": {"drop": {"0": v}}}, set()),
+    "cache.drop.0[0]": (lambda v: {"messages": HELLO, "cache": {"drop": {"0": [v]}}}, set()),
+    "cache.drop.0[0].message": (lambda v: with_entry(message=v), set()),
+    "cache.drop.0[0].part": (lambda v: with_entry(message=0, part=v), set()),
+    "cache.drop.0[0].tokens": (lambda v: with_entry(message=0, tokens=v), set()),
+    "cache.drop.0[0].tokens[0]": (lambda v: with_entry(message=0, tokens=[v, None]), {"integer"}),
+    "cache.drop.0[0].tokens[1]": (lambda v: with_entry(message=0, tokens=[0, v]), {"integer"}),
+    "cache.reposition": (lambda v: {"messages": HELLO, "cache": {"reposition": v}}, set()),
+    "cache.reposition[0]": (lambda v: {"messages": HELLO, "cache": {"reposition": [v]}}, {"integer"}),
+    "cache.report": (lambda v: {"messages": HELLO, "cache": {"report": v}}, set()),
+}  # fmt: skip
+
+
+def test_wrong_types_within_objects(sound: Running) -> None:
+    for place, (body_with, accepted) in NESTED.items():
+        for kind in VALUES.keys() - accepted:
+            error = refused(sound.post(CHAT, body_with(VALUES[kind])))
+            assert error["param"].startswith(place), (place, kind, error)
 
 
 JSON = st.recursive(
@@ -97,11 +177,11 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = [*ChatBody.model_fields, "drop", "unknown"]
+NAMES = [*ChatBody.model_fields, "drop", "unknown"]
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), JSON, JSON)
+@given(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4), JSON, JSON)
 def test_no_body_makes_the_server_fail(fake: tuple[Running, FakeEngine], body: Any, cache: Any, message: Any) -> None:
     """Whatever is wrong, it is the client's fault and said so; what is right reaches the engine."""
     server, engine = fake
