@@ -24,8 +24,8 @@ serve-replicas: $(VENV)/.ray
 test: $(VENV)/.test
 	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 
-# The same properties over thousands of examples, and what takes minutes: an hour or two.
-test-long: $(VENV)/.test
+# The same properties over thousands of examples, and what takes minutes, real replicas on Ray too: an hour or two.
+test-long: $(VENV)/.test $(VENV)/.ray
 	$(TEST_ENV) $(RUN) pytest --numprocesses auto --maxprocesses 4 --dist loadgroup -m "long or not long"
 
 # Compile kernels and whole steps for eight A100-80GB, with no GPU (docs/aot.md). The CUDA plugin would disturb what runs

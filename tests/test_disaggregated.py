@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from typing import Any, cast
 
 import numpy as np
@@ -108,12 +109,12 @@ def test_a_single_token_never_moves() -> None:
 # -- who waits ---------------------------------------------------------------------------------------------------------
 
 
-def virtual() -> tuple[DisaggregatedEngine, VirtualLanes]:
+def virtual(chunk: float = 10.0) -> tuple[DisaggregatedEngine, VirtualLanes]:
     """Chunks of 500 tokens that take ten seconds, decode steps of 0.02, copies that take a while on the way."""
     lanes, model = VirtualLanes(), dataclasses.replace(warm("on_read").model, params={})
     config = EngineConfig(context_length=100_000, num_pages=8000, max_running_requests=8, chunked_prefill_size=500)
     sides = []
-    for step in (10.0, 0.02):
+    for step in (chunk, 0.02):
         device = VirtualDevice(config, lanes, step=step, copy=0.001, bring=0.3)
         sides.append(Side(model, config, cast(Any, device)))
     return DisaggregatedEngine(model, *sides, lanes=lanes, clock=lanes.clock), lanes
@@ -155,6 +156,47 @@ def test_nothing_makes_decode_wait_for_a_prefill() -> None:
     # Two copies at most can come between two steps: one in, one out.
     assert gaps.min() >= 0.02 - 1e-9 and gaps.max() <= 0.02 + 2 * 0.001 + 1e-9
     assert (gaps < 0.02 + 1e-9).mean() > 0.99
+
+
+class BusyHost:
+    """Makes the thread that plans both sides take time as well: seconds to read a request, to plan a chunk, to plan a
+    decode step, and to find pages for a request that is handed over."""
+
+    READ, CHUNK, STEP, TAKE = 0.03, 0.05, 0.002, 0.004
+
+    def __init__(self, engine: DisaggregatedEngine, lanes: VirtualLanes) -> None:
+        self._lanes = lanes
+        self.chunks = 0
+        for owner, call, seconds in (
+            (engine, "submit", self.READ),
+            (engine.prefill, "plan", self.CHUNK),
+            (engine.decode, "plan", self.STEP),
+            (engine.decode.scheduler, "receive", self.TAKE),
+        ):
+            setattr(owner, call, functools.partial(self._after, seconds, getattr(owner, call)))
+
+    def _after(self, seconds: float, call: Any, *arguments: Any) -> Any:
+        self._lanes.now += seconds
+        self.chunks += seconds == self.CHUNK
+        return call(*arguments)
+
+
+@pytest.mark.parametrize("chunk", [10.0, 0.001], ids=["slow device", "fast device"])
+def test_decode_waits_for_one_planning_of_a_chunk_at_most(chunk: float) -> None:
+    """R5: one thread plans both sides, so that much and a new request's reading may come between two tokens. However
+    long chunks take, and however many there are to plan, a decode step is planned after each."""
+    engine, lanes = virtual(chunk)
+    host = BusyHost(engine, lanes)
+    long = Request("long", (tokens(1, 6000),), Sampling(max_tokens=2, ignore_eos=True))
+    times, ended = said_at(engine, lanes.clock, [*traffic(), (40.0, long)], "speaker")
+    gaps = np.diff(times)[1:]
+    assert len(ended) == (5 if chunk < 1 else 4) and host.chunks >= 8
+    undisturbed = 0.02 + host.STEP
+    most = undisturbed + host.CHUNK + host.READ + host.TAKE + 2 * 0.001
+    assert undisturbed - 1e-9 <= gaps.min() and gaps.max() <= most + 1e-9
+    # It does wait: planning a chunk takes longer than its own step. And no oftener than there is something to plan.
+    late = gaps > undisturbed + 2 * 0.001 + 1e-9
+    assert gaps.max() >= host.CHUNK and late.sum() <= host.chunks + 5 + 5
 
 
 def test_with_one_side_decode_does_wait() -> None:

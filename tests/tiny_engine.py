@@ -128,7 +128,7 @@ def score(request_id: str, operations: Sequence[Operation], max_tokens: int = 1)
     return Request(request_id, tuple(operations), greedy, logits_at=tuple(range(count)))
 
 
-def run(engine: ServingEngine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[str, list[Output]]:
+def serve(engine: ServingEngine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[str, list[Output]]:
     """Serve `requests` together to their end, checking the page accounting after every step (DESIGN C7).
 
     `arrivals`: the step before which each of them is submitted; without it, before the first.
@@ -144,9 +144,20 @@ def run(engine: ServingEngine, requests: Sequence[Request], arrivals: Sequence[i
         engine.check()
         steps += 1
         assert steps < 5000, "the engine does not come to an end"
+    return outputs
+
+
+def empty(engine: ServingEngine) -> None:
+    """Flush the cache; nobody may hold a page then."""
     engine.flush_cache()
     stats = engine.stats()
     assert stats.pages_cached + stats.pages_leased + stats.pages_private == 0
+
+
+def run(engine: ServingEngine, requests: Sequence[Request], arrivals: Sequence[int] = ()) -> dict[str, list[Output]]:
+    """`serve`, and then `empty`."""
+    outputs = serve(engine, requests, arrivals)
+    empty(engine)
     return outputs
 
 

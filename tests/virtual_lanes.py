@@ -39,7 +39,8 @@ class VirtualLanes:
         heapq.heappush(self._coming, (ready, next(self._numbers), then, result))
 
     def wait(self) -> None:
-        self.now = self._coming[0][0]
+        # Something may have ended while the host was busy.
+        self.now = max(self.now, self._coming[0][0])
         while self._coming and self._coming[0][0] <= self.now:
             *_, then, result = heapq.heappop(self._coming)
             then(lambda result=result: result)

@@ -132,7 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     decisive = jobs.Job("step", "gpt-oss-120b", rows=max(jobs.ROWS))
     wanted: list[jobs.Job] = list(dict.fromkeys([decisive, *(jobs.step_jobs(0) if options.all else [])]))
     wanted += [job for job in jobs.step_jobs(LAYERS)[::-1] if replace(job, layers=0) not in wanted]
-    wanted += [jobs.Job("step", "gpt-oss-120b", rows=1, layers=LAYERS, donated=False), *jobs.kernel_jobs()]
+    wanted += [
+        jobs.Job("step", "gpt-oss-120b", rows=max(jobs.ROWS), layers=LAYERS, reposition="copy"),
+        jobs.Job("step", "gpt-oss-120b", rows=1, layers=LAYERS, donated=False),
+        *jobs.kernel_jobs(),
+    ]
     results = observe_all([job for job in wanted if options.only in job.name], options.processes)
     failures = [f"{job.name}: {failure}" for job, seen in results.items() for failure in judge(job, seen)]
     pools, disagreements = judge_pool(results)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from akv_jax.config import EngineConfig, ModelConfig
+from akv_jax.config import EngineConfig, ModelConfig, RepositionMode
 from akv_jax.models.decoder import Pool, forward, kernels
 from akv_jax.models.rope import RotaryTable
 from akv_jax.models.sharding import MODEL, POOL_SPEC, layout_of
@@ -50,6 +50,8 @@ class Job:
     layers: int = 0
     #: False leaves the pool in place and makes another: the gate must notice.
     donated: bool = True
+    #: With "copy" it may move every page of the pool before it attends.
+    reposition: RepositionMode = "on_read"
 
     @property
     def name(self) -> str:
@@ -57,7 +59,8 @@ class Job:
             return f"{self.operation}/{self.case}"
         kind = "prefill" if self.rows > ENGINE.max_running_requests else "decode"
         layers = f", {self.layers} layers" if self.layers else ""
-        return f"{self.case} {kind} {self.rows}{layers}{'' if self.donated else ', pool not donated'}"
+        copy = ", with moves" if self.reposition == "copy" else ""
+        return f"{self.case} {kind} {self.rows}{layers}{copy}{'' if self.donated else ', pool not donated'}"
 
 
 #: How the target is served: what `serve` would be told there.
@@ -177,7 +180,7 @@ def _compile_kernel(job: Job) -> Any:
 def _compile_step(job: Job) -> Any:
     model, mesh = model_of(job), target.mesh()
     layout, arguments = layout_of(model, target.TENSOR_PARALLEL), tuple(_arguments(job))
-    chosen, tile = kernels(model, BACKEND, ENGINE.reposition), ENGINE.tile
+    chosen, tile = kernels(model, BACKEND, job.reposition), ENGINE.tile
     if job.donated:
         step = compile_step("step", layout.local, chosen, *arguments, tile=tile, mesh=mesh)
         assert isinstance(step, WholeStep)
@@ -209,7 +212,7 @@ def _arguments(job: Job) -> Iterator[Any]:
         rows=job.rows,
         logit_rows=logit_rows(engine, job.rows),
         list_capacity=list_capacity(engine, job.rows),
-        move_capacity=0,
+        move_capacity=pages_of(model) if job.reposition == "copy" else 0,
         tile=engine.tile,
     )
     yield jax.tree.map(lambda a: struct(np.shape(a), np.asarray(a).dtype), batch)

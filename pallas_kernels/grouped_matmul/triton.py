@@ -81,10 +81,12 @@ def tiles_of(sizes: Array, rows: int, tile: int) -> Tiles:
     index = jnp.arange(rows // tile + min(groups + 1, rows), dtype=jnp.int32)
     group = (index[:, None] >= last[None, :]).sum(axis=1, dtype=jnp.int32)
     spare, group = group > groups, jnp.minimum(group, groups)
-    first = last[group] - (sizes[group] + tile - 1) // tile
-    start = stops[group] - sizes[group] + (index - first) * tile
-    stop = jnp.where(spare, start, jnp.minimum(start + tile, stops[group]))
-    return Tiles(group, start, stop)
+    # None is negative: what would turn such indices made XLA's kernel of all this spill.
+    size, stop, last = (
+        values.at[group].get(mode="promise_in_bounds", wrap_negative_indices=False) for values in (sizes, stops, last)
+    )
+    start = stop - size + (index - last + (size + tile - 1) // tile) * tile
+    return Tiles(group, start, jnp.where(spare, start, jnp.minimum(start + tile, stop)))
 
 
 def _kernel(group_ref, start_ref, stop_ref, x_ref, weight_ref, *refs, config: Config, bias: bool) -> None:

@@ -40,19 +40,25 @@ _PROGRAMS = 1024
 #: runs one program with tiles at a time, or a few with rows.
 _ITEMS = {"rows": 512, "tiles": 256}
 
-#: By kind, dtype and head_dim (up to). Found by compiling every case for an A100 (sm_80, jaxlib 0.10.2): the largest
-#: blocks for which none of them spills a register, with and without shifts, window, soft-cap and sinks. 64 entries for
-#: bfloat16 tiles of 64 dimensions spill 12 bytes where three heads share, and nothing where eight do. Five stages hold
-#: two blocks of keys and values, three hold one: page numbers are loaded a stage ahead of them.
+#: By kind, dtype and head_dim (up to). Found by compiling every case, and the steps of benchmarks/aot, for an A100
+#: (sm_80, jaxlib 0.10.2, ptxas 13.0): large blocks for which none of them spills a register, with and without shifts,
+#: soft-cap and sinks. 64 entries for bfloat16 tiles of 64 dimensions spill 12 bytes where three heads share, and nothing
+#: where eight do. Five stages hold two blocks of keys and values, three hold one: page numbers are loaded a stage ahead.
 _CONFIGS = {
     ("rows", "bfloat16", 64): Config(16, 64, 4, 5, 256),
-    ("rows", "bfloat16", 128): Config(16, 32, 4, 5, 256),
-    ("rows", "float32", 64): Config(16, 32, 8, 3, 256),
-    ("rows", "float32", 128): Config(16, 16, 8, 3, 256),
+    ("rows", "bfloat16", 128): Config(16, 64, 4, 5, 256),
+    ("rows", "float32", 64): Config(16, 64, 4, 3, 256),
+    ("rows", "float32", 128): Config(16, 32, 4, 3, 256),
     ("tiles", "bfloat16", 64): Config(128, 32, 8, 5, 512),
     ("tiles", "bfloat16", 128): Config(128, 32, 8, 5, 512),
     ("tiles", "float32", 64): Config(64, 16, 8, 3, 512),
     ("tiles", "float32", 128): Config(32, 16, 8, 3, 512),
+}
+#: Instead, where there is a window, pairs are interleaved, or more than 16 heads share: there ptxas spills a few bytes
+#: of the above to fit one more block on a multiprocessor, and of these where there is nothing of the kind.
+_OTHERS = {
+    ("rows", "float32", 64): Config(16, 32, 8, 3, 256),
+    ("rows", "float32", 128): Config(16, 16, 8, 3, 256),
 }
 
 
@@ -86,7 +92,9 @@ interpreted = functools.partial(segment_attention, interpret=True)
 def config_of(kind: Kind, attention: Attention, dtype: Any) -> Config:
     """The choice for queries of `dtype`."""
     name, share = "float32" if jnp.dtype(dtype) == jnp.float32 else "bfloat16", _share(attention)
-    chosen = _CONFIGS[kind, name, 64 if attention.head_dim <= 64 else 128]
+    key = kind, name, 64 if attention.head_dim <= 64 else 128
+    plain = attention.window is None and attention.rotary_style == "half" and share <= 16
+    chosen = _CONFIGS[key] if plain else _OTHERS.get(key, _CONFIGS[key])
     # No more than a task has, and no fewer than one query has.
     most = pl.next_power_of_2(share * (attention.tile if kind == "tiles" else 1))
     return chosen._replace(vectors=max(16, pl.next_power_of_2(share), min(chosen.vectors, most)))

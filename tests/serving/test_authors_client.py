@@ -1,6 +1,7 @@
 """The client of AKV's authors (package `akvalgo`) against this server: bodies of its shape, and the fields it reads.
 
-It is not installable here, so this is a description of it in code. It POSTs to `<base>/v1/chat/completions` through
+It is on no package index and wants Python 3.12, so this is a description of it in code; docs/api.md says what the package
+itself did against this server. It POSTs to `<base>/v1/chat/completions` through
 urllib, always streaming, with the whole history, UTF-8 unescaped, `Accept: text/event-stream`. A policy adds
 `drop_message` (trigger to messages, cumulative: a tool result is dropped when the K-th one after it arrives, also in
 the middle of a batch of results) and `reposition` (ends of batches: after so many calls, then every so many). Of the
