@@ -122,7 +122,7 @@ NESTED: dict[str, tuple[Any, set[str]]] = {
     "messages[0]": (lambda v: {"messages": [v]}, set()),
     "messages[0].role": (lambda v: {"messages": [{"role": v}]}, set()),
     "messages[0].content": (lambda v: with_message("user", content=v), {"string"}),
-    "messages[0].content[0].type": (lambda v: with_message("user", content=[{"type": v, "text": "x"}]), {"string"}),
+    "messages[0].content[0]": (lambda v: with_message("user", content=[{"type": v, "text": "x"}]), {"string"}),
     "messages[0].content[0].text": (lambda v: with_message("user", content=[{"text": v}]), {"string"}),
     "messages[0].name": (lambda v: with_message("user", name=v), {"string"}),
     "messages[0].tool_call_id": (lambda v: with_message("tool", tool_call_id=v), {"string"}),

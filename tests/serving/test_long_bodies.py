@@ -61,7 +61,7 @@ BODIES: dict[str, tuple[str, Any, str]] = {
     "arguments": (CHAT, lambda: called('{"a": "' + "x" * HUGE + '"}'), "messages"),
     "messages": (CHAT, lambda: {"messages": [{"role": "user", "content": "x" * 999}] * (HUGE // 1000)}, "messages"),
     "tools": (CHAT, lambda: declared("x" * HUGE), "tools"),
-    "tokens": (CHAT, lambda: assistant(token_ids=[70] * 3_000_000), "messages"),
+    "tokens": (CHAT, lambda: assistant(token_ids=[70] * 1_000_000), "messages"),
     "tokenize prompt": ("/tokenize", lambda: {"prompt": "x" * HUGE}, "prompt"),
     "tokenize messages": ("/tokenize", lambda: assistant(reasoning_content="x" * HUGE), "messages"),
 }  # fmt: skip
