@@ -118,6 +118,8 @@ class Cluster:
         self.replicas = replicas
         self.failure: BaseException | None = None
         self._own = arguments.ray_address == "local"
+        #: Ray Serve ran on the cluster before; if not, it is not left there without proxies, for others to find.
+        self._started_serve = False
         self._drained = threading.Event()
         self._drained.set()
 
@@ -146,6 +148,7 @@ class Cluster:
         ray_started()
         gpus = self._gpus(ray.cluster_resources())
         quiet = {"enable_access_log": False, "log_level": "WARNING"}
+        self._started_serve = not _serve_runs()
         serve.start(proxy_location="Disabled", logging_config=quiet)
         application = replica_application(self._arguments, self._settings, self._environment, gpus)
         target = RunTarget(application, name=APPLICATION, route_prefix=None, logging_config=quiet)
@@ -200,7 +203,20 @@ class Cluster:
             return
         if not self._own:
             serve.delete(APPLICATION)
+            if self._started_serve and not serve.status().applications:
+                serve.shutdown()
         ray.shutdown()
+
+
+def _serve_runs() -> bool:
+    """Whether the cluster that Ray is connected to has Ray Serve's controller."""
+    import ray  # pyright: ignore[reportMissingImports]
+
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
 
 
 def greet(console: Console, arguments: argparse.Namespace, url: str) -> None:

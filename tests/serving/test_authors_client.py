@@ -1,13 +1,13 @@
 """The client of AKV's authors (package `akvalgo`) against this server: bodies of its shape, and the fields it reads.
 
-It is on no package index and wants Python 3.12, so this is a description of it in code; docs/api.md says what the package
-itself did against this server. It POSTs to `<base>/v1/chat/completions` through
-urllib, always streaming, with the whole history, UTF-8 unescaped, `Accept: text/event-stream`. A policy adds
-`drop_message` (trigger to messages, cumulative: a tool result is dropped when the K-th one after it arrives, also in
-the middle of a batch of results) and `reposition` (ends of batches: after so many calls, then every so many). Of the
-stream it reads `id`, at most one choice, deltas of text, reasoning and tool calls (whose ids, names and arguments it
-concatenates), `finish_reason` and `usage`; it wants `[DONE]` last, and knows an overflow by `"context_length_exceeded"`
-in the text of the error. It reads no `cache` object and no `usage` that it has not asked for.
+It is on no package index and wants Python 3.12, so this is a description of it in code; docs/api.md says what the
+package itself did against this server. It POSTs to `<base>/v1/chat/completions` through urllib, always streaming, with
+the whole history, UTF-8 unescaped, `Accept: text/event-stream`. A policy adds `drop_message` (trigger to messages,
+cumulative: a tool result is dropped when the K-th one after it arrives, also in the middle of a batch of results) and
+`reposition` (ends of batches: after so many calls, then every so many). Of the stream it reads `id`, at most one
+choice, deltas of text, reasoning and tool calls (whose ids, names and arguments it concatenates), `finish_reason` and
+`usage`; it wants `[DONE]` last, and knows an overflow by `"context_length_exceeded"` in the text of the error. It reads
+no `cache` object and no `usage` that it has not asked for.
 """
 
 from __future__ import annotations
