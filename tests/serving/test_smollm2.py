@@ -120,7 +120,7 @@ def test_a_mini_swe_agent_episode(
         engine.start()
         engine.wait_ready()
         _, shell = run_episode(server, tmp_path, monkeypatch, steps=12, **fields)
-        assert (len(shell.commands) > 0) == forced
+        assert shell.commands or not forced
         check_pages(server)
 
 
