@@ -10,18 +10,20 @@ import pytest
 from akv_jax.config import Disaggregation
 
 ROOT = Path(__file__).parent
-#: By file or folder; a file that is not named is a group of its own. The largest come first, so that the processes end
-#: together.
+#: By file or folder, the longest name counting; a file that is not named is a group of its own. The largest come first,
+#: so that the processes end together.
 GROUPS = {
     "tests/serving": "servers",
     "tests/test_stateful.py": "two layers",
     "tests/test_soak.py": "two layers",
     "tests/test_pressure.py": "two layers",
+    "tests/test_drift.py": "two layers",
     "tests/test_disaggregated": "two layers",
     "spec/test_conformance.py": "conformance",
     "spec/test_conformance_sharded.py": "sharded",
     "tests/runtime/test_sharded_runner.py": "sharded",
     "tests/models/test_smollm2.py": "SmolLM2",
+    "tests/serving/test_smollm2.py": "SmolLM2",
     "tests/models/test_load.py": "SmolLM2",
     "tests/test_engine.py": "tiny engines",
     "tests/test_async_engine.py": "tiny engines",
@@ -57,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def group_of(item: pytest.Item) -> str:
     path = item.path.relative_to(ROOT).as_posix()
-    return next((group for start, group in GROUPS.items() if path.startswith(start)), path)
+    return GROUPS[max(starts, key=len)] if (starts := [start for start in GROUPS if path.startswith(start)]) else path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

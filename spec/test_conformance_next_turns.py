@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -124,7 +124,7 @@ CONVERSATIONS = st.builds(
 def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEngine]]]:
     """A warm engine of each case that this session tests, compiled one after another while others are tested."""
     items = [i for i in request.session.items if isinstance(i, pytest.Function) and i.path == request.path]
-    wanted: dict[Case, None] = dict.fromkeys(item.callspec.params["case"] for item in items)
+    wanted: list[Any] = list(dict.fromkeys(item.callspec.params["case"] for item in items))
     with tiny_engine.quick_compiles(), ThreadPoolExecutor(max_workers=1) as pool:
         yield {case: pool.submit(_warm, case) for case in wanted}
         pool.shutdown(cancel_futures=True)
@@ -132,7 +132,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[dict[Case, Future[TinyEn
 
 def _warm(case: Case) -> TinyEngine:
     config = configs()[case.name]
-    params, options = random_params(config, seed=7), {"reposition": case.mode}
+    params, options = random_params(config, seed=7), dict[str, Any](reposition=case.mode)
     if case.split is None:
         made = TinyEngine(config, params, **options)
     else:

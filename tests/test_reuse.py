@@ -6,16 +6,13 @@ engine with a radix tree; every answer's logits are compared with the spec's, an
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from akv_jax.engine import Engine
 from akv_jax.errors import RequestError
-from akv_jax.models.rope import rotary_table
 from akv_jax.planning.visibility import Timeline
 from akv_jax.request import Request, Sampling
-from pallas_kernels.rotary import rotate
 from spec.operations import Append, Drop, History, Reposition
 from spec.state import run
 from spec.visibility import usage
@@ -113,55 +110,6 @@ def test_copies_are_shared_by_those_who_run() -> None:
     assert engine.cache.stats.rotations == rotations
     for agent, history in enumerate(histories):
         np.testing.assert_allclose(first[str(agent)], run(oracle(), history).logits[-1], atol=TOLERANCE, rtol=0)
-
-
-def pool_keys(engine: Engine, pages: np.ndarray) -> np.ndarray:
-    """Float32 [layers, pages, kv_heads * head_dim]."""
-    return np.stack([np.asarray(layer)[pages] for layer in engine.runner._pool.k])
-
-
-def test_a_hundred_repositions_do_not_drift() -> None:
-    """C3: one rotation in float32 from birth, however often it moved; and on read, nothing is ever written."""
-    survivors, turns = np.arange(36, 40), 100
-    for mode in ("copy", "on_read"):
-        engine = shared(mode).engine(disable_radix_cache=False)
-        history: History = (Append(tuple(range(40))),)
-        births: tuple[np.ndarray, np.ndarray] | None = None
-        before = 40
-        for number in range(turns):
-            # A message of one token, dropped by the next turn; and at first one of those before the survivors.
-            gone = {before - 1} if number else set()
-            gone |= {number} if number < 36 else set()
-            history = (*history, Drop(frozenset(gone)), Reposition(), Append((number % 64,)))
-            before += 1
-            engine.submit(Request(str(number), history, Sampling(max_tokens=1, temperature=0.0)))
-            while engine.busy:
-                engine.step()
-            timeline = Timeline(history)
-            match = engine.cache.match(timeline, "")
-            if births is None:
-                births = match.pages[survivors], pool_keys(engine, match.pages[survivors])
-            assert (match.pages[survivors] == births[0]).all(), "the births are resident"
-            engine.cache.release(match, timeline)
-        assert births is not None and (pool_keys(engine, births[0]) == births[1]).all()
-        view = timeline.view(timeline.num_epochs - 1)
-        match = engine.cache.match(timeline, "")
-        (pages,) = engine.cache.lease_versions(match, timeline, "", [view])
-        engine.cache.release(match, timeline)
-        of_survivors = np.isin(view.indices, survivors)
-        if mode == "on_read":
-            assert (pages[of_survivors] == -1).all() and engine.cache.stats.rotations == 0
-            continue
-        assert engine.cache.stats.hops == 0 and (view.shifts[of_survivors] == -36).all()
-        found = pool_keys(engine, pages[of_survivors])
-        for layer, moved in enumerate(found):
-            rotary = engine.model.config.layers[layer].rotary
-            table = rotary_table(rotary, 37)
-            heads = births[1][layer].reshape(len(survivors), -1, config().head_dim)
-            cos, sin = (jnp.repeat(part[36:37], len(survivors), axis=0) for part in table)
-            once = np.asarray(rotate(jnp.asarray(heads), cos, -sin, style=rotary.style)).reshape(moved.shape)
-            # One rounding of a float32 of the size of K.
-            assert np.abs(moved - once).max() <= np.spacing(np.abs(heads).max())
 
 
 def test_the_second_time_costs_one_token_and_says_the_same() -> None:

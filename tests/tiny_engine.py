@@ -10,6 +10,7 @@ from typing import Any, cast
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from akv_jax import config as engine_config
@@ -55,18 +56,20 @@ def engine_model(config: spec_model.ModelConfig) -> engine_config.ModelConfig:
     return engine_config.ModelConfig(**fields)
 
 
-def loaded(config: engine_config.ModelConfig, params: Any, eos: tuple[int, ...] = ()) -> LoadedModel:
-    """Weights as float32, and a tokenizer of single characters."""
-    weights = _float32(params)
+def loaded(
+    config: engine_config.ModelConfig, params: Any, eos: tuple[int, ...] = (), dtype: str = "float32"
+) -> LoadedModel:
+    """Weights of that dtype, and a tokenizer of single characters."""
+    weights = _cast(params, dtype)
     return LoadedModel(config, weights, cast(Any, OneByteTokens()), None, eos, "", "", config.name, "random")
 
 
-def _float32(params: Any) -> Any:
+def _cast(params: Any, dtype: str) -> Any:
     if isinstance(params, dict):
-        return {name: _float32(value) for name, value in params.items()}
+        return {name: _cast(value, dtype) for name, value in params.items()}
     if isinstance(params, list):
-        return [_float32(value) for value in params]
-    return np.asarray(params, np.float32)
+        return [_cast(value, dtype) for value in params]
+    return np.asarray(params).astype(jnp.dtype(dtype))
 
 
 class TinyEngine:
@@ -80,7 +83,7 @@ class TinyEngine:
         self.settings = EngineConfig(
             **{**sizes, "token_buckets": (ROWS,), "max_list_entries": 1 << 14, "tile": 16, **settings}
         )
-        self.model = loaded(engine_model(config), params)
+        self.model = loaded(engine_model(config), params, dtype=self.settings.dtype)
         mesh = None if devices is None else model_mesh(jax.devices()[:devices])
         self.runner = Runner(self.model.config, self.model.params, self.settings, mesh)
 

@@ -28,6 +28,8 @@ from tests import tiny_engine
 from tests.random_histories import random_history
 
 TOLERANCE = 5e-3
+#: Tokens of the longest random history.
+MOST = 300
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 
 MakeEngine = Callable[[], Engine]
@@ -113,8 +115,8 @@ def test_three_histories(text: tuple[int, ...], spec_model: Model, make_engine: 
 def test_twenty_histories(
     text: tuple[int, ...], spec_model: Model, make_engine: MakeEngine, copying_runner: Runner, seed: int
 ) -> None:
-    """R2, C8: random histories of up to 300 tokens, with keys turned as they are read and with turned copies."""
-    history = in_words(random_history(np.random.default_rng(seed), max_operations=16, max_run=60), text[seed * 80 :])
+    """R2, C8: random histories of up to 300 tokens, a fifth of them that long; keys turned as read, and as copies."""
+    history = history_in_words(seed, text)
     expected = logits_of(spec_state(spec_model, history, {}))
     on_read = make_engine()
     for engine in (on_read, Engine(on_read.model, copying_runner.config, runner=copying_runner)):
@@ -122,17 +124,22 @@ def test_twenty_histories(
         check_logits(tiny_engine.prompt_logits(outputs["a"]), expected)
 
 
-def in_words(history: History, text: tuple[int, ...], most: int = 300) -> History:
-    """The same operations on the tokens of `text`, up to the append that would make them more than `most`."""
+def test_how_long_the_twenty_histories_are() -> None:
+    """Without the model: the random ones reach as far as they are meant to."""
+    sizes = sorted(count_of(history_in_words(seed, tuple(range(2000)))) for seed in range(20))
+    assert sizes[-4:] == [MOST] * 4 and sizes[10] > 200
+
+
+def history_in_words(seed: int, text: tuple[int, ...]) -> History:
+    """A random history on the tokens of `text`, up to where it has `MOST` of them; the larger the seed, the longer."""
+    generator, left = np.random.default_rng(seed), text[seed * 80 :][:MOST]
     result: list[Operation] = []
-    used = 0
-    for operation in history:
+    for operation in random_history(generator, max_operations=10 + 2 * seed, max_run=60):
         if isinstance(operation, Append):
-            start, used = used, used + len(operation.tokens)
-            if used > most:
-                break
-            operation = Append(text[start:used])
+            operation, left = Append(left[: len(operation.tokens)]), left[len(operation.tokens) :]
         result.append(operation)
+        if not left:
+            break
     return tuple(result)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 
 import jax
 import pytest
@@ -22,6 +23,16 @@ def _what_a_command_sets_for_its_process() -> Iterator[None]:
     yield
     structlog.reset_defaults()
     jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="session")
+def litellm() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        # It would ask the network for prices.
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        module = pytest.importorskip("litellm")
+    module.telemetry = False
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,14 @@
-"""A real uvicorn server in a thread, and a tiny model for it."""
+"""A real uvicorn server in a thread or a process, and a tiny model for it."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -68,6 +72,35 @@ def running(engine: Any, clock: Clock = time.monotonic, **settings: Any) -> Iter
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+class Process:
+    """The command in a process of its own."""
+
+    def __init__(self, *flags: str, cache: Path, quick: bool = True) -> None:
+        """`quick`: little is run afterwards, so compile without optimising much. `cache`: models and programs."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "akv_jax.serve", "--port", str(port), *flags]
+        environ = {**os.environ, "AKV_JAX_CACHE_DIR": str(cache), "AKV_API_KEY": "sesame"}
+        if quick:
+            environ |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+
+    def status(self, path: str) -> int:
+        try:
+            return httpx.get(self.url + path, headers={"Authorization": "Bearer sesame"}).status_code
+        except (httpx.ConnectError, httpx.TimeoutException):
+            # Not listening yet, or a machine too busy to answer in time.
+            assert self.process.poll() is None
+            return 0
+
+    def terminate(self) -> tuple[int, str]:
+        """SIGTERM; exit code and what it wrote to stderr."""
+        self.process.send_signal(signal.SIGTERM)
+        _, err = self.process.communicate(timeout=30)
+        return self.process.returncode, err
 
 
 def eventually(condition: Any, seconds: float = 10.0) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import openai
@@ -14,6 +13,7 @@ import pytest
 from akv_jax.errors import Reason, RequestError
 from akv_jax.request import Request
 from tests.serving.fake_engine import FakeEngine, failing
+from tests.serving.mini_swe import run_episode
 from tests.serving.running import Running, check_pages
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -30,16 +30,6 @@ TOOL: Any = {
         },
     },
 }
-
-
-@pytest.fixture(scope="session")
-def litellm() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        # It would ask the network for prices.
-        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-        module = pytest.importorskip("litellm")
-    module.telemetry = False
-    return module
 
 
 #: The ways in which litellm reaches a server such as this one.
@@ -136,55 +126,18 @@ def test_the_api_key_through_litellm(litellm: Any, model: Any) -> None:
         litellm.completion(**arguments(server))
 
 
-class NoShell:
-    """Runs nothing, whatever a random model thinks of."""
-
-    def __init__(self) -> None:
-        self.commands: list[str] = []
-
-    def execute(self, action: dict, cwd: str = "") -> dict[str, Any]:
-        self.commands.append(action["command"])
-        return {"output": "sh: not found\r\n\x1b[0m", "returncode": 127, "exception_info": ""}
-
-    def get_template_vars(self, **_: Any) -> dict[str, Any]:
-        return {"system": "Linux", "release": "6", "version": "1", "machine": "x86_64"}
-
-    def serialize(self) -> dict[str, Any]:
-        return {}
-
-
 @pytest.mark.parametrize("forced", [False, True])
 def test_a_mini_swe_agent_episode(
     litellm: Any, roomy: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: bool
 ) -> None:
     """Hopeless with random weights, but to its end, and without an error of the protocol."""
-    monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path))
-    monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
-    pytest.importorskip("minisweagent")
-    import yaml
-    from minisweagent.agents.default import AgentConfig, DefaultAgent
-    from minisweagent.config import builtin_config_dir
-    from minisweagent.models.litellm_model import LitellmModel
-
-    config = yaml.safe_load((builtin_config_dir / "mini.yaml").read_text())
-    extra: dict[str, Any] = {"cache": {"drop": {str(k): [k - 2] for k in range(4, 40)}, "reposition": [4, 6, 8]}}
-    kwargs = {"api_base": f"{roomy.url}/v1", "api_key": "any", "max_tokens": 100, "temperature": 1.0, "seed": 3}
+    fields: dict[str, Any] = {"max_tokens": 100}
     if forced:
         # Every reply is then a call, with a command of random letters, which must come to an end.
         quote, brace = roomy.post("/tokenize", {"prompt": '"}'}).json()["tokens"]
         bias = {str(quote): 100, str(brace): 100}
-        kwargs |= {"tool_choice": "required", "parallel_tool_calls": False, "logit_bias": bias, "max_tokens": 200}
-    model = LitellmModel(
-        **{**config["model"], "model_name": "openai/any", "model_kwargs": {**kwargs, "extra_body": extra}},
-        cost_tracking="ignore_errors",
-    )
-    settings = {k: v for k, v in config["agent"].items() if k in AgentConfig.model_fields}
-    shell = NoShell()
-    agent = DefaultAgent(model, shell, **{**settings, "step_limit": 5, "max_consecutive_format_errors": 0})
-    result = agent.run("say hello")
-    assert (result["exit_status"], agent.n_calls) == ("LimitsExceeded", 5)
+        fields = {"tool_choice": "required", "parallel_tool_calls": False, "logit_bias": bias, "max_tokens": 200}
+    agent, shell = run_episode(roomy, tmp_path, monkeypatch, steps=5, **fields)
     assert (len(shell.commands) > 0) == forced
-    roles = [message["role"] for message in agent.messages]
-    assert roles[:2] == ["system", "user"] and roles[-1] == "exit"
-    assert roles.count("tool" if forced else "user") >= 5
+    assert [message["role"] for message in agent.messages].count("tool" if forced else "user") >= 5
     check_pages(roomy)

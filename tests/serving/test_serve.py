@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +16,7 @@ from akv_jax.models.load import LoadedModel
 from akv_jax.serve import listen, main, server_config, settings_of
 from akv_jax.startup import engine_config, load_engine, page_bytes
 from serving.settings import Environment
-from tests.serving.running import eventually
+from tests.serving.running import Process, eventually
 
 
 def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,34 +88,6 @@ def test_flags_and_memory_make_the_engine_configuration(model: LoadedModel) -> N
     assert config("--context-length", "64").context_length == 64
     # K and V, 2 layers, 2 heads of 16, 4 bytes.
     assert page_bytes(model.config, "float32") == 2 * 2 * 2 * 16 * 4
-
-
-class Process:
-    """The command in a process of its own."""
-
-    def __init__(self, *flags: str, cache: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "akv_jax.serve", "--port", str(port), *flags]
-        environ = {**os.environ, "AKV_JAX_CACHE_DIR": str(cache), "AKV_API_KEY": "sesame"}
-        # Little is run afterwards: compile quickly.
-        environ |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
-
-    def status(self, path: str) -> int:
-        try:
-            return httpx.get(self.url + path, headers={"Authorization": "Bearer sesame"}).status_code
-        except (httpx.ConnectError, httpx.TimeoutException):
-            # Not listening yet, or a machine too busy to answer in time.
-            assert self.process.poll() is None
-            return 0
-
-    def terminate(self) -> tuple[int, str]:
-        """SIGTERM; exit code and what it wrote to stderr."""
-        self.process.send_signal(signal.SIGTERM)
-        _, err = self.process.communicate(timeout=30)
-        return self.process.returncode, err
 
 
 def test_from_start_to_drain(tiny_directory: Path, tmp_path: Path) -> None:
