@@ -81,7 +81,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--node-rank", type=int, default=0, metavar="R", help="which of them this is; 0 answers HTTP (%(default)s)")
     add("--dist-init-addr", metavar="HOST:PORT", help="where they meet: a free port of node 0's machine")
     add("--dist-timeout", type=float, default=300, metavar="S", help="seconds they wait for each other (%(default)s)")
-    add("--attention-backend", default="xla", metavar="NAME", help="attention by name (%(default)s)")
+    add("--attention-backend", default="xla", metavar="NAME", help="kernels by name, or a module (%(default)s)")
     add("--context-length", type=_positive, metavar="N", help="positions a request may use (default: the model's)")
     add("--max-total-tokens", type=_positive, metavar="N", help="KV pool size, tokens (default: by memory)")
     add("--mem-fraction-static", type=_fraction, metavar="F",

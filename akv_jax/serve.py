@@ -316,6 +316,7 @@ class WarmUpBar:
 
 def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Settings) -> None:
     """What was started, and how to talk to it."""
+    from akv_jax.models.decoder import backends_of
     from akv_jax.runtime.runner import token_buckets
     from akv_jax.startup import page_bytes
 
@@ -324,12 +325,16 @@ def print_summary(console: Console, engine: AsyncEngine, url: str, settings: Set
     layout = engine.placements[0].layout
     pool_bytes = config.num_pages * page_bytes(layout.local, config.dtype) * layout.size
     name = settings.served_model_name or model.name
+    missing = [
+        operation for operation, of in backends_of(config.attention_backend).items() if of != config.attention_backend
+    ]
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in (
         ("model", name),
         ("source", model.source),
         *zip(names, engine.placements, strict=True),
         ("dtype", config.dtype),
+        ("kernels", config.attention_backend + (f"; xla for {', '.join(missing)}" if missing else "")),
         ("context", f"{config.context_length:,} positions a request"),
         ("KV pool", f"{config.num_pages:,} tokens, {pool_bytes / 2**20:,.0f} MiB" + ", each" * (len(names) - 1)),
         ("buckets", ", ".join(map(str, config.token_buckets or token_buckets(config))) + " tokens a step"),

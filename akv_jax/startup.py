@@ -14,12 +14,12 @@ from akv_jax.config import Disaggregation, EngineConfig, ModelConfig
 from akv_jax.disaggregated import over_devices
 from akv_jax.engine import Engine, ServingEngine
 from akv_jax.flags import FlagError
+from akv_jax.models.decoder import backends_of
 from akv_jax.models.load import LoadedModel, load_model
 from akv_jax.models.sharding import Layout, layout_of
 from akv_jax.nodes import Nodes, lead, mesh_of
 from akv_jax.runtime.placement import model_mesh
 from akv_jax.runtime.runner import Runner, default_dtype
-from pallas_kernels.segment_attention.api import backend
 
 if TYPE_CHECKING:
     from akv_jax.runtime.multi_process import Followers
@@ -63,7 +63,7 @@ def load_engine(
 def load_sized(arguments: argparse.Namespace, cache_dir: Path) -> tuple[LoadedModel, EngineConfig]:
     """The model, and an engine's sizes as they fit this machine."""
     try:
-        backend(arguments.attention_backend)
+        backends_of(arguments.attention_backend)
     except ValueError as error:
         raise FlagError(f"--attention-backend: {error}") from None
     # The second start finds its programs compiled.

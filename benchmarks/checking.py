@@ -8,6 +8,7 @@ Preparing compiles, and may be done in threads; the call runs and judges.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels import cases as attention_cases
+from pallas_kernels.grouped_matmul import cases as grouped_cases
+from pallas_kernels.grouped_matmul.api import GroupedMatmul
+from pallas_kernels.grouped_matmul.reference import multiply
 from pallas_kernels.reposition import cases as reposition_cases
 from pallas_kernels.reposition.api import Reposition
 from pallas_kernels.reposition.reference import move
@@ -39,19 +43,49 @@ Check = Callable[[], Verdict]
 
 
 def prepare_attention(name: str, case: attention_cases.Case, function: SegmentAttention) -> Check:
-    """Of segment-batch attention."""
-    inputs = attention_cases.make(case)
-    compiled = jax.jit(function, static_argnums=7).lower(*inputs).compile()
-    used = attention_cases.rows_in_use(case)
+    """Of segment-batch attention. Pages of no list and queries of no task hold NaN, so that reading them shows.
+
+    A backend that takes `out`, and writes over it, is run over NaN as well: what it does not write shows.
+    """
+    inputs, used, poisons = attention_cases.make(case), attention_cases.rows_in_use(case), _takes_out(function)
+    listed = inputs.batch.pages[: sum(segment.entries for segment in case.segments)]
+    unlisted = np.setdiff1d(np.arange(1, len(inputs.k_pool)), listed)
+    for pool in (inputs.k_pool, inputs.v_pool):
+        pool[unlisted] = 0x7FC0 if case.kind == "bits" else np.nan
+    inputs.q[used:] = np.nan
+    out_of = {value: {"out": np.full_like(inputs.q, value)} if poisons else {} for value in (0.0, np.nan)}
+    compiled = jax.jit(function, static_argnums=7).lower(*inputs, **out_of[0.0]).compile()
 
     def check() -> Verdict:
-        out = np.asarray(compiled(*inputs[:-1])).astype(np.float64)
+        out = np.asarray(compiled(*inputs[:-1], **out_of[0.0])).astype(np.float64)
         meant = attend(inputs.q.astype(np.float64), *inputs[1:-1], attention=inputs.attention)
         error = np.abs(out - meant)
         wrong = _verdict(error, case.kind)
         if wrong is None and out[used:].any():
             wrong = "rows of no task are not zeros"
+        if wrong is None and poisons:
+            over = np.asarray(compiled(*inputs[:-1], **out_of[np.nan])).astype(np.float64)
+            if not np.array_equal(over[:used], out[:used]):
+                wrong = "not every element is written"
+            elif not np.isnan(over[used:]).all():
+                wrong = "rows of no task are written"
         return Verdict(name, *_size(error), wrong)
+
+    return check
+
+
+def prepare_grouped_matmul(name: str, case: grouped_cases.Case, function: GroupedMatmul) -> Check:
+    """Of the grouped matrix product. Rows of no group hold NaN, and so does `out` of a backend that takes it."""
+    inputs = grouped_cases.make(case)
+    inputs.x[inputs.sizes.sum() :] = np.nan
+    shape = len(inputs.x), inputs.weight.shape[1]
+    out_of = {"out": np.full(shape, np.nan, np.float32)} if _takes_out(function) else {}
+    compiled = jax.jit(function).lower(*inputs, **out_of).compile()
+
+    def check() -> Verdict:
+        error = np.abs(np.asarray(compiled(*inputs, **out_of)).astype(np.float64) - multiply(*inputs))
+        # The product of two bfloat16 numbers is exact in float32: only sums are rounded, whatever the dtype.
+        return Verdict(name, *_size(error), _verdict(error, "float32"))
 
     return check
 
@@ -92,7 +126,12 @@ def prepare_reposition(name: str, case: reposition_cases.Case, function: Reposit
 CHECKS: dict[str, tuple[dict[str, Any], Callable[[str, Any, Any], Check]]] = {
     "segment_attention": (attention_cases.cases(), prepare_attention),
     "reposition": (reposition_cases.cases(), prepare_reposition),
+    "grouped_matmul": (grouped_cases.cases(), prepare_grouped_matmul),
 }
+
+
+def _takes_out(function: Any) -> bool:
+    return "out" in inspect.signature(function).parameters
 
 
 def _verdict(error: np.ndarray, kind: str) -> str | None:

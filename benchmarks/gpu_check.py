@@ -6,8 +6,9 @@ time of its own, and everything ends in time: what did not fit is listed as skip
 the card's name and the version of jax, and is written after each part. Exit code 1 if a kernel is wrong.
 
 Timed are decode (batch 16 and 64, contexts of 4k, 32k and 96k), prefill of 8,192 new tokens in 1, 8 and 32 segments
-over a context of 32k, reposition of 96k tokens, and reading with shifts against copying, for the attention of
-GPT-OSS-120B and Qwen3-30B-A3B; as fractions of a copy's bandwidth and a matmul's rate, measured in the same process.
+over a context of 32k, reposition of 96k tokens, reading with shifts against copying, and the products of 16, 64 and
+8,192 tokens with a quarter of the experts, for GPT-OSS-120B and Qwen3-30B-A3B; as fractions of a copy's bandwidth and a
+matmul's rate, measured in the same process.
 
 --dry-run runs all of it in miniature by Pallas' interpreter, without a GPU; its times mean nothing.
 """
@@ -36,17 +37,20 @@ from benchmarks.checking import CHECKS
 from benchmarks.launches import (
     GPT_OSS,
     QWEN3,
+    Experts,
     Launch,
     Shape,
     arguments_of,
     attention_launches,
+    experts_launches,
     moved_bytes,
     moves_of,
     pool,
     rotation_of,
     table,
 )
-from benchmarks.timing import Limits, limits, repeated_seconds
+from benchmarks.timing import Limits, limits, product_seconds, repeated_seconds
+from pallas_kernels.grouped_matmul import api as grouped_api
 from pallas_kernels.reposition import api as reposition_api
 from pallas_kernels.segment_attention import api as attention_api
 
@@ -54,9 +58,13 @@ from pallas_kernels.segment_attention import api as attention_api
 BUDGET = 345.0
 #: The share of the budget by whose end a part must be done.
 CHECKED, TIMED = 0.5, 0.9
-BACKENDS = {"segment_attention": attention_api.backend, "reposition": reposition_api.backend}
+BACKENDS = {
+    "segment_attention": attention_api.backend,
+    "reposition": reposition_api.backend,
+    "grouped_matmul": grouped_api.backend,
+}
 #: Of the interpreter, a few of each operation are enough to run the script.
-DRY_CASES = ("one_query", "rows_only", "one", "partial")
+DRY_CASES = ("one_query", "rows_only", "one", "partial", "rows_of_no_group", "one_row")
 Row = dict[str, Any]
 
 
@@ -147,15 +155,19 @@ def sizes(dry: bool) -> tuple[dict[str, Launch], tuple[int, int]]:
 
 
 def timings(report: Report, backend: str, best: Limits, dry: bool) -> None:
-    """Attention and reposition over real sizes."""
+    """Attention, reposition and experts over real sizes."""
     launches, (moved, _) = sizes(dry)
     effort: dict[str, Any] = {"seconds": 0.0, "runs": 1} if dry else {"seconds": 0.1, "runs": 3}
-    attention, reposition = (BACKENDS[name](backend) for name in ("segment_attention", "reposition"))
+    attention, reposition, grouped = (find(backend) for find in BACKENDS.values())
     jobs: list[tuple[str, Callable[[], Row]]] = []
     pools = Pools()
     for shape in (GPT_OSS, QWEN3):
         name = f"{shape.name} reposition of {moved} tokens"
         jobs.append((name, lambda shape=shape: time_moves(reposition, shape, moved, best, effort)))
+    for name, launch in experts_launches(gpu=True).items():
+        if dry:
+            launch = launch._replace(experts=4, inputs=launch.inputs // 32, outputs=32, tokens=min(launch.tokens, 20))
+        jobs.append((f"experts: {name}", lambda launch=launch: time_experts(grouped, launch, best, effort)))
     # Short ones first, so that one size that does not fit takes nothing from the others.
     for name, launch in sorted(launches.items(), key=lambda item: item[1].pages):
         jobs.append((name, lambda launch=launch: time_attention(attention, launch, pools, best, effort)))
@@ -232,6 +244,12 @@ def time_moves(function: Any, shape: Shape, count: int, best: Limits | None, eff
     return {"seconds": seconds, **_shares(seconds, moved_bytes(shape, count, 2), 0, best)}
 
 
+def time_experts(function: Any, launch: Experts, best: Limits, effort: dict[str, Any]) -> Row:
+    """Seconds of one grouped product, and how near it is to the limits."""
+    seconds = product_seconds(function, launch.arguments(jnp.bfloat16), **effort)
+    return {"seconds": seconds, **_shares(seconds, launch.bytes_moved(2), launch.flops, best)}
+
+
 def _shares(seconds: float, moved: int, flops: int, best: Limits | None) -> Row:
     row: Row = {"GB/s": moved / seconds / 1e9, "TFLOP/s": flops / seconds / 1e12}
     if best is None:
@@ -255,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print rows as they come; 1 if something is wrong, 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="in miniature, interpreted, without a GPU")
-    parser.add_argument("--backend", metavar="NAME", help="pallas_triton, or a module with both operations")
+    parser.add_argument("--backend", metavar="NAME", help="pallas_triton, or a module with all operations")
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="the report (%(default)s)")
     parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help="for everything (%(default)s)")
     arguments = parser.parse_args(argv)

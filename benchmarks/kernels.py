@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from rich.table import Table
 from benchmarks.bars import chart
 from benchmarks.checking import CHECKS, Verdict
 from benchmarks.launches import (
+    Experts,
     Launch,
     Shape,
     arguments_of,
     attention_launches,
+    experts_launches,
     move_launches,
     moved_bytes,
     moves_of,
@@ -37,11 +39,22 @@ from benchmarks.launches import (
     table,
 )
 from benchmarks.report import machine, write_json
-from benchmarks.timing import Limits, limits, medians, repeated_seconds
+from benchmarks.timing import Limits, limits, medians, product_seconds, repeated_seconds
+from pallas_kernels.grouped_matmul import api as grouped_api
 from pallas_kernels.reposition import api as reposition_api
 from pallas_kernels.segment_attention import api as attention_api
 
-BACKEND = {"segment_attention": attention_api.backend, "reposition": reposition_api.backend}
+BACKEND = {
+    "segment_attention": attention_api.backend,
+    "reposition": reposition_api.backend,
+    "grouped_matmul": grouped_api.backend,
+}
+#: Launches by name, on a GPU or elsewhere.
+LAUNCHES: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "segment_attention": attention_launches,
+    "reposition": move_launches,
+    "grouped_matmul": experts_launches,
+}
 #: Their times would mean nothing.
 UNTIMED = ("pallas_triton_interpret", "reference")
 
@@ -86,14 +99,25 @@ def time_reposition(function: Any, shape: Shape, count: int, dtype: Any) -> tupl
     return seconds, moved_bytes(shape, count, jnp.dtype(dtype).itemsize), 3 * count * width
 
 
+def time_grouped_matmul(function: Any, launch: Experts, dtype: Any) -> tuple[float, int, int]:
+    """Seconds, bytes and FLOP of one product."""
+    dtype = jnp.dtype(jnp.bfloat16 if dtype == jnp.uint16 else dtype)
+    arguments, counts = launch.arguments(dtype), (launch.bytes_moved(dtype.itemsize), launch.flops)
+    if jax.default_backend() == "cpu":
+        compiled = jax.jit(function)
+        return medians({"it": lambda: compiled(*arguments)}, 30)["it"], *counts
+    return product_seconds(function, arguments), *counts
+
+
 def timed(operation: str, functions: dict[str, Any], sizes: Sequence[str], dtype: Any, best: Limits) -> list[dict]:
     """A row for each size and backend."""
-    gpu, rows = jax.default_backend() != "cpu", []
-    known: dict[str, Any] = attention_launches(gpu) if operation == "segment_attention" else move_launches(gpu)
+    known, rows = LAUNCHES[operation](jax.default_backend() != "cpu"), []
     for size in sizes or known:
         for name, function in functions.items():
             if operation == "segment_attention":
                 seconds, moved, flops = time_attention(function, known[size], dtype)
+            elif operation == "grouped_matmul":
+                seconds, moved, flops = time_grouped_matmul(function, known[size], dtype)
             else:
                 shape, count = known[size]
                 seconds, moved, flops = time_reposition(function, shape, count, dtype)
@@ -153,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     operation, gpu = arguments.op, jax.default_backend() != "cpu"
     cases = chosen(parser, "--cases", arguments.cases, ",", CHECKS[operation][0])
-    launches = attention_launches(gpu) if operation == "segment_attention" else move_launches(gpu)
+    launches = LAUNCHES[operation](gpu)
     sizes = [] if arguments.sizes == "none" else chosen(parser, "--sizes", arguments.sizes, ";", launches)
     if gpu:
         # What a GPU's pool never holds.

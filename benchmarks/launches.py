@@ -220,6 +220,56 @@ def move_launches(gpu: bool) -> dict[str, tuple[Shape, int]]:
     return {f"{shape.name} {count // 1024}k moves": (shape, count) for shape in (QWEN3, GPT_OSS if gpu else SMOLLM2)}
 
 
+class Experts(NamedTuple):
+    """A product of a step's tokens with one projection of the experts that one of four devices has."""
+
+    name: str
+    experts: int
+    experts_per_token: int
+    inputs: int
+    outputs: int
+    tokens: int
+    bias: bool = False
+
+    def sizes(self) -> np.ndarray:
+        """Rows int32 [E] of each expert here, of tokens that go anywhere at random."""
+        everywhere = 4 * self.experts
+        chosen = np.random.default_rng(0).multinomial(self.rows, np.full(everywhere, 1 / everywhere))
+        return chosen[: self.experts].astype(np.int32)
+
+    @property
+    def rows(self) -> int:
+        """Every token once for each of its experts, wherever they are: those elsewhere are rows of no group."""
+        return self.tokens * self.experts_per_token
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions for the rows of experts here."""
+        return 2 * int(self.sizes().sum()) * self.inputs * self.outputs
+
+    def bytes_moved(self, itemsize: int) -> int:
+        """Weights of experts that have a row, and rows of experts here, read once; a float32 result for every row."""
+        sizes = self.sizes()
+        read = int((sizes > 0).sum()) * self.outputs * self.inputs + int(sizes.sum()) * self.inputs
+        return itemsize * read + 4 * self.rows * self.outputs
+
+    def arguments(self, dtype: Any) -> tuple[Any, ...]:
+        """x [R, I], weight [E, O, I], sizes and bias of a `GroupedMatmul`, on the device; products of unit variance."""
+        x = pool(self.rows, self.inputs, dtype, 0)
+        weight = pool(self.experts * self.outputs, self.inputs, dtype, 1) * self.inputs**-0.5
+        weight = weight.astype(dtype).reshape(self.experts, self.outputs, self.inputs)
+        bias = pool(self.experts, self.outputs, dtype, 2) if self.bias else None
+        return x, weight, jnp.asarray(self.sizes()), bias
+
+
+def experts_launches(gpu: bool) -> dict[str, Experts]:
+    """Grouped products that are timed: a quarter of each model's experts, as tensor parallel over 4 cuts them."""
+    up, down = Experts("Qwen3 up", 32, 8, 2048, 768, 0), Experts("Qwen3 down", 32, 8, 768, 2048, 0)
+    kinds = [Experts("GPT-OSS", 32, 4, 2880, 2880, 0, bias=True), up, down] if gpu else [up, down]
+    sizes = (16, 64, 8192) if gpu else (16, 64)
+    return {f"{kind.name}, {tokens} tokens": kind._replace(tokens=tokens) for kind in kinds for tokens in sizes}
+
+
 def moved_bytes(shape: Shape, count: int, itemsize: int) -> int:
     """K and V of every source read, of every target written."""
     return 4 * count * shape.num_kv_heads * shape.head_dim * itemsize

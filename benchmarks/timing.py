@@ -62,6 +62,19 @@ def repeated_seconds(
     return statistics.median(timed(times) - timed(0) for _ in range(runs)) / times
 
 
+def product_seconds(function: Any, arguments: tuple[Any, ...], **effort: Any) -> float:
+    """Of one `function(x, *others)` -> [R, O] that is no smaller for being run in a loop."""
+
+    def step(carry: Any, *others: Any) -> Any:
+        x, out = carry
+        # Each run needs the one before, or XLA would run it once.
+        x = x.at[0, 0].set(out[0, 0].astype(x.dtype))
+        return x, function(x, *others)
+
+    x, *others = arguments
+    return repeated_seconds(step, (x, jnp.zeros_like(jax.eval_shape(function, *arguments))), *others, **effort)
+
+
 def limits(*, copied: int, side: int, dtype: Any) -> Limits:
     """Of a copy of `copied` bytes, and of a product of square matrices."""
     numbers = jnp.ones(copied // 4, jnp.float32)

@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 
+class LacksOperation(ValueError):
+    """A module that is there, and has no function of that name."""
+
+
 def find(operation: str, name: str, known: Mapping[str, str]) -> Any:
     """The function called `name` in `known` ("module:function"), else function `operation` of the module `name`.
 
-    ValueError if there is neither, with the known names. What goes wrong inside somebody's module is raised as it is.
+    ValueError if there is neither, with the known names; `LacksOperation` if only the function is missing. What goes
+    wrong inside somebody's module is raised as it is.
     """
     if name in known:
         module, _, function = known[name].partition(":")
@@ -26,5 +31,5 @@ def find(operation: str, name: str, known: Mapping[str, str]) -> Any:
             f"unknown {operation} backend {name!r}: expected one of {choice}, or a module that defines {operation}"
         ) from None
     if not hasattr(found, operation):
-        raise ValueError(f"{operation} backend {name!r} is a module without a function {operation}")
+        raise LacksOperation(f"{operation} backend {name!r} is a module without a function {operation}")
     return getattr(found, operation)

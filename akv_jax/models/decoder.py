@@ -10,7 +10,8 @@ output projection and after the feed-forward; and the logits are put together. N
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from akv_jax.config import Layer, ModelConfig, RepositionMode
 from akv_jax.models.experts import mixture
 from akv_jax.models.rope import RotaryTable, magnitude
 from akv_jax.runtime.batch import StepBatch
+from pallas_kernels.backends import LacksOperation
 from pallas_kernels.grouped_matmul import api as grouped_matmul
 from pallas_kernels.grouped_matmul.api import GroupedMatmul
 from pallas_kernels.reposition import api as reposition
@@ -49,12 +51,40 @@ class Kernels(NamedTuple):
     reposition: Reposition | None
 
 
+#: By operation: its implementation by a backend's name.
+OPERATIONS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    {
+        "segment_attention": segment_attention.backend,
+        "reposition": reposition.backend,
+        "grouped_matmul": grouped_matmul.backend,
+    }
+)
+
+
+def backends_of(backend: str) -> dict[str, str]:
+    """Which backend each operation comes from (DESIGN R4): `backend`, or "xla" for what a module of anybody's lacks.
+
+    ValueError if there is no such backend, or it is a module with none of the operations.
+    """
+    found: dict[str, str] = {}
+    for operation, find in OPERATIONS.items():
+        try:
+            find(backend)
+            found[operation] = backend
+        except LacksOperation:
+            found[operation] = "xla"
+    if backend not in found.values():
+        raise ValueError(f"backend {backend!r} is a module without any of the functions {', '.join(OPERATIONS)}")
+    return found
+
+
 def kernels(config: ModelConfig, backend: str, mode: RepositionMode) -> Kernels:
-    """All that a model and a mode need of one backend; ValueError lists the known ones."""
+    """All that a model and a mode need, as `backends_of` has it, with its errors."""
+    found = {operation: OPERATIONS[operation](name) for operation, name in backends_of(backend).items()}
     return Kernels(
-        segment_attention.backend(backend),
-        None if config.moe is None else grouped_matmul.backend(backend),
-        reposition.backend(backend) if mode == "copy" else None,
+        found["segment_attention"],
+        None if config.moe is None else found["grouped_matmul"],
+        found["reposition"] if mode == "copy" else None,
     )
 
 

@@ -72,16 +72,18 @@ def segment_attention(
     sinks: Array | None,
     attention: Attention,
     *,
+    out: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `api.SegmentAttention`. `interpret` runs it without a GPU, slowly."""
+    """See `api.SegmentAttention`. `out` holds rows of no task, zeros by default; `interpret` needs no GPU, slowly."""
     only_rows = batch.tiles.query.shape[0] == 0
     if only_rows:
         # Empty arrays are no operands for Pallas.
         batch = batch._replace(tiles=batch.rows)
     operands = Operands(q, k_pool, v_pool, batch, cos, sin, sinks)
-    # Zeros that wait for the queries: XLA would make those of all layers at once, at the start, and keep them.
-    _, out = lax.optimization_barrier((q, jnp.zeros_like(q)))
+    if out is None:
+        # Zeros that wait for the queries: XLA would make those of all layers at once, at the start, and keep them.
+        _, out = lax.optimization_barrier((q, jnp.zeros_like(q)))
     out = launch("rows", operands, batch.rows, out, attention, interpret=interpret)
     return out if only_rows else launch("tiles", operands, batch.tiles, out, attention, interpret=interpret)
 

@@ -1,13 +1,15 @@
 """Segment-batch attention in plain XLA: loops over tasks and blocks of pages with traced trip counts (DESIGN R3).
 
 Softmax is taken online, block by block, so neither a mask nor a score matrix of the whole length ever exists. A block
-is one dot a KV head, with the query heads that share it stacked, of one query or of all queries of a tile.
+is one dot a KV head, with the query heads that share it stacked, of one query or of all queries of a tile. A list
+without shifts is walked by the code that `shifts=False` has (DESIGN C8).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -47,10 +49,12 @@ def segment_attention(
     sin: Array,
     sinks: Array | None,
     attention: Attention,
+    *,
+    out: Array | None = None,
 ) -> Array:
-    """See `api.SegmentAttention`."""
+    """See `api.SegmentAttention`. `out` holds rows of no task; zeros by default."""
     inputs = _Inputs(k_pool, v_pool, batch, cos, sin, sinks)
-    scaled, out = q * attention.scale, jnp.zeros_like(q)
+    scaled, out = q * attention.scale, jnp.zeros_like(q) if out is None else out
     # A row is bound by reading K and V, which bfloat16 bits are widened for at next to no cost.
     wide = k_pool.dtype == jnp.uint16
     out = _tasks(scaled.astype(jnp.float32) if wide else scaled, out, batch.rows, 1, inputs, attention)
@@ -77,8 +81,10 @@ def _tasks(q: Array, out: Array, lists: Lists, size: int, inputs: _Inputs, atten
         first = jnp.asarray(lists.query)[task]
         mine = lax.dynamic_slice_in_dim(q, first, size).reshape(size, groups, share, dim)
         queries = [mine[:, group].reshape(size * share, dim) for group in range(groups)]
-        position = jnp.repeat(lax.dynamic_slice_in_dim(positions, first, size), share)
-        states = _attend(queries, sinks, position, lists, task, size == 1, inputs, attention)
+        single = size == 1
+        position = lax.dynamic_slice_in_dim(positions, first, size)
+        position = position if single else jnp.repeat(position, share)
+        states = _attend(queries, sinks, position, lists, task, single, inputs, attention)
         values = jnp.stack([s.values / jnp.maximum(s.total, 1e-30)[:, None] for s in states])
         values = values.reshape(groups, size, share, dim).swapaxes(0, 1).reshape(size, heads, dim).astype(out.dtype)
         mine = (jnp.arange(size) < jnp.asarray(lists.count)[task])[:, None, None]
@@ -98,14 +104,36 @@ def _attend(
     inputs: _Inputs,
     attention: Attention,
 ) -> list[_Softmax]:
-    """One task: each of `queries` [M, D] against its KV head; `position` [M] of each, one for all where `single`."""
-    length = lists.length[task]
-    step = functools.partial(_block, queries, position, lists.first[task], length, single, inputs, attention)
+    """One task: each of `queries` [M, D] against its KV head, at `position` [M], or [1] for all where `single`."""
+    first, length = lists.first[task], lists.length[task]
     states = [_start(query, sink) for query, sink in zip(queries, sinks, strict=True)]
-    # Blocks that every query reads all of need no mask: most of a long list.
+    if single:
+        states = [_Softmax(*(jnp.concatenate(parts) for parts in zip(*states, strict=True)))]
+    blocks = (length + BLOCK - 1) // BLOCK
+    # Blocks that every query reads all of need no mask: most of a long list. One query's mask costs nothing.
     whole = lists.shared[task] // BLOCK if attention.window is None else 0
-    states = lax.fori_loop(0, whole, functools.partial(step, False), states)
-    return lax.fori_loop(whole, (length + BLOCK - 1) // BLOCK, functools.partial(step, True), states)
+
+    def walk(start: Array | int, stop: Array | int, masked: bool, shifted: bool, states: list[_Softmax]) -> Any:
+        step = functools.partial(_block, queries, position, first, length, single, masked, shifted, inputs, attention)
+        return lax.fori_loop(start, stop, step, states)
+
+    def plain(states: list[_Softmax]) -> list[_Softmax]:
+        if not single:
+            states = walk(0, whole, False, False, states)
+        return walk(0 if single else whole, blocks, True, False, states)
+
+    if attention.shifts:
+        # Decided once a list: one without shifts runs what it would run if there could be none.
+        one_run = inputs.batch.run_stops[first] >= first + length
+        unshifted = (inputs.batch.shifts[first] == 0) & one_run
+        states = lax.cond(unshifted, plain, functools.partial(walk, 0, blocks, True, True), states)
+    else:
+        states = plain(states)
+    if single:
+        # Back to one a KV head.
+        columns = (jnp.split(column, len(queries)) for column in states[0])
+        states = [_Softmax(*of_group) for of_group in zip(*columns, strict=True)]
+    return states
 
 
 def _start(query: Array, sink: Array | None) -> _Softmax:
@@ -121,9 +149,10 @@ def _block(
     first: Array,
     length: Array,
     single: bool,
+    masked: bool,
+    shifted: bool,
     inputs: _Inputs,
     attention: Attention,
-    masked: bool,
     index: Array,
     states: list[_Softmax],
 ) -> list[_Softmax]:
@@ -138,22 +167,16 @@ def _block(
     def fold() -> list[_Softmax]:
         keys, values = _load(inputs.k_pool, pages, queries[0].dtype), _load(inputs.v_pool, pages, queries[0].dtype)
         turned = queries
-        if attention.shifts:
+        if shifted:
             shifts = lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK)
-            shifts = jnp.where(present, shifts, shifts[0]) if masked else shifts
-            turned, keys = _turn(queries, keys, shifts, single, inputs, attention)
+            turned, keys = _turn(queries, keys, jnp.where(present, shifts, shifts[0]), single, inputs, attention)
         seen = None
         if masked:
             distance = position[:, None] - positions[None, :]
             seen = present[None, :] & (distance >= 0)
             if attention.window is not None:
                 seen &= distance < attention.window
-        width = keys.shape[1] // len(queries)
-        parts = [slice(i * width, (i + 1) * width) for i in range(len(queries))]
-        return [
-            _fold(query, keys[:, part], values[:, part], seen, state, attention)
-            for query, part, state in zip(turned, parts, states, strict=True)
-        ]
+        return _fold(turned, keys, values, seen, states, single, attention)
 
     if attention.window is None:
         return fold()
@@ -162,10 +185,42 @@ def _block(
 
 
 def _fold(
-    query: Array, keys: Array, values: Array, seen: Array | None, state: _Softmax, attention: Attention
+    queries: list[Array],
+    keys: Array,
+    values: Array,
+    seen: Array | None,
+    states: list[_Softmax],
+    single: bool,
+    attention: Attention,
+) -> list[_Softmax]:
+    """Keys and values [BLOCK, G*E]; `seen` bool [M, BLOCK] hides some from some."""
+    width = keys.shape[1] // len(queries)
+    parts = [slice(i * width, (i + 1) * width) for i in range(len(queries))]
+    if not single:
+        weighted = lambda part: lambda weights: dot(weights, values[:, part], 0)  # noqa: E731
+        return [
+            _soften(dot(query, keys[:, part], 1), seen, weighted(part), state, values.dtype, attention)
+            for query, part, state in zip(queries, parts, states, strict=True)
+        ]
+    # The few queries are turned around for the dot rather than the keys, and the softmax is one of all heads.
+    scores = jnp.concatenate([dot(keys[:, part], query, 1) for query, part in zip(queries, parts, strict=True)], axis=1)
+
+    def all_weighted(weights: Array) -> Array:
+        of_heads = jnp.split(weights, len(queries))
+        return jnp.concatenate([dot(w, values[:, part], 0) for w, part in zip(of_heads, parts, strict=True)])
+
+    return [_soften(scores.T, seen, all_weighted, states[0], values.dtype, attention)]
+
+
+def _soften(
+    scores: Array,
+    seen: Array | None,
+    weighted: Callable[[Array], Array],
+    state: _Softmax,
+    dtype: jnp.dtype,
+    attention: Attention,
 ) -> _Softmax:
-    """Keys and values [BLOCK, E]; `seen` bool [M, BLOCK] hides some from some."""
-    scores = dot(query, keys, 1)
+    """The state after scores [M, BLOCK], where `weighted` sums a block's values by weights [M, BLOCK]."""
     if attention.softcap is not None:
         scores = attention.softcap * jnp.tanh(scores / attention.softcap)
     if seen is not None:
@@ -177,7 +232,7 @@ def _fold(
     return _Softmax(
         top,
         state.total * keep + weights.sum(axis=1),
-        state.values * keep[:, None] + dot(weights.astype(values.dtype), values, 0),
+        state.values * keep[:, None] + weighted(weights.astype(dtype)),
     )
 
 
@@ -207,7 +262,7 @@ def _turn(
 
 def _load(pool: Array, pages: Array, dtype: jnp.dtype) -> Array:
     """Rows of the pool as numbers of that dtype."""
-    rows = pool.at[pages].get(mode="promise_in_bounds")
+    rows = pool.at[pages].get(mode="promise_in_bounds", wrap_negative_indices=False)
     if rows.dtype != jnp.uint16:
         return rows.astype(dtype)
     if dtype == jnp.float32:

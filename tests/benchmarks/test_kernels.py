@@ -12,9 +12,23 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_check, kernels
-from benchmarks.checking import prepare_attention, prepare_reposition
-from benchmarks.launches import SMOLLM2, Launch, Shape, arguments_of, batch_of, moves_of, pool, rotation_of, table
+from benchmarks.checking import prepare_attention, prepare_grouped_matmul, prepare_reposition
+from benchmarks.launches import (
+    SMOLLM2,
+    Experts,
+    Launch,
+    Shape,
+    arguments_of,
+    batch_of,
+    moves_of,
+    pool,
+    rotation_of,
+    table,
+)
 from pallas_kernels.cases import cases
+from pallas_kernels.grouped_matmul import cases as grouped_cases
+from pallas_kernels.grouped_matmul.reference import multiply
+from pallas_kernels.grouped_matmul.xla import grouped_matmul
 from pallas_kernels.reposition.cases import cases as reposition_cases
 from pallas_kernels.reposition.reference import move
 from pallas_kernels.reposition.xla import reposition
@@ -86,6 +100,35 @@ def test_each_way_to_be_wrong_is_seen() -> None:
         assert wrong in str(prepare_reposition("one", case, function)().wrong)
     nothing = prepare_attention("one_query", cases()["one_query"], lambda *a: segment_attention(*a) + 1e-6)()
     assert nothing.wrong == "rows of no task are not zeros"
+
+
+def test_what_is_not_written_is_seen() -> None:
+    """R2: over NaN in place of zeros, by a backend that takes what it writes over."""
+
+    def added(*arguments, out):
+        return segment_attention(*arguments, out=out) + 0 * out[:1]
+
+    def ignored(*arguments, out):
+        return segment_attention(*arguments)
+
+    for function, wrong in ((added, "not every element is written"), (ignored, "rows of no task are written")):
+        assert prepare_attention("one_query", cases()["one_query"], function)().wrong == wrong
+    case = grouped_cases.cases()["one_row"]
+    left = prepare_grouped_matmul("one_row", case, lambda *inputs, out: grouped_matmul(*inputs).at[0, 0].set(out[0, 0]))
+    assert left().wrong == "off by nan, more than 2e-05"
+    assert prepare_grouped_matmul("one_row", case, grouped_matmul)().wrong is None
+
+
+def test_timed_products_are_well_formed() -> None:
+    """Rows of experts that are elsewhere are of no group, and what is counted is what has to be done."""
+    launch = Experts("small", 4, 2, 16, 8, tokens=30, bias=True)
+    x, weight, sizes, bias = launch.arguments(jnp.float32)
+    assert (x.shape, weight.shape, bias.shape) == ((60, 16), (4, 8, 16), (4, 8))
+    rows = int(sizes.sum())
+    assert 0 < rows < 60
+    np.testing.assert_allclose(grouped_matmul(x, weight, sizes, bias), multiply(x, weight, sizes, bias), atol=2e-5)
+    assert launch.flops == 2 * rows * 16 * 8
+    assert launch.bytes_moved(4) == 4 * (int((sizes > 0).sum()) * 16 * 8 + rows * 16 + 60 * 8)
 
 
 @pytest.mark.parametrize(
@@ -163,4 +206,6 @@ def test_the_gpu_script_in_miniature(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
     written = json.loads(report.read_text())
     assert written["wrong"] == 0 and not written["skipped"]
-    assert len(written["checks"]) == 5 and len(written["timings"]) > 10
+    assert {"segment_attention", "reposition", "grouped_matmul"} == {row["operation"] for row in written["checks"]}
+    assert sum(row["what"].startswith("experts: ") for row in written["timings"]) == 9
+    assert len(written["checks"]) == 7 and len(written["timings"]) > 10

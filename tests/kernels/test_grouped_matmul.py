@@ -38,6 +38,15 @@ def test_agrees_with_the_oracle(backend_name: str, name: str) -> None:
     assert not out[inputs.sizes.sum() :].any()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_every_element_is_written(name: str) -> None:
+    """R4: over an output full of NaN, those of rows of no group too."""
+    inputs = make(CASES[name])
+    out = np.full((len(inputs.x), inputs.weight.shape[1]), np.nan, np.float32)
+    written = np.asarray(compiled("pallas_triton_interpret")(*inputs, out=out))
+    assert np.abs(written - multiply(*inputs)).max() <= 2e-5
+
+
 def test_rows_of_no_group_may_hold_anything() -> None:
     inputs = make(CASES["rows_of_no_group"])
     inputs.x[inputs.sizes.sum() :] = np.nan

@@ -14,9 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from akv_jax.models.decoder import backends_of, kernels
+from benchmarks.aot.shapes import QWEN3_30B_A3B
 from pallas_kernels.cases import Case, Inputs, abstract, cases, make, rows_in_use
-from pallas_kernels.segment_attention import triton
-from pallas_kernels.segment_attention.api import BACKENDS, Attention, SegmentBatch, backend
+from pallas_kernels.segment_attention.api import BACKENDS, SegmentBatch, backend
 from pallas_kernels.segment_attention.reference import attend
 from tests.tiny_engine import quick_compiles
 
@@ -85,26 +86,21 @@ def test_agrees_with_the_oracle(name: str, backend_name: str) -> None:
     assert np.array_equal(out[: rows_in_use(case)].any(axis=(1, 2)), read)
 
 
+#: Those that share an executable, or compile quickly, in `make test`; all of them in `make test-long`.
+POISONED = {"mixed", "rows_only", "one_query", "exact_blocks", "empty_lists", "gaps", "short_runs"}
+
+
+@on_each_backend
 @pytest.mark.parametrize(
-    "name", ["mixed", "empty_lists", *(pytest.param(n, marks=pytest.mark.long) for n in ("everything", "large_tiles"))]
+    "name", [pytest.param(name, marks=() if name in POISONED else pytest.mark.long) for name in CASES]
 )
-def test_every_element_of_a_task_is_written_and_no_other(name: str) -> None:
+def test_every_element_of_a_task_is_written_and_no_other(name: str, backend_name: str) -> None:
     """R2: over an output full of NaN."""
     inputs, used = make(CASES[name]), rows_in_use(CASES[name])
-    out = np.full_like(inputs.q, np.nan)
-    out = np.asarray(written_over()(inputs[:-1], inputs.attention, out))
-    assert np.array_equal(out[:used], run(name, "pallas_triton_interpret")[:used])
-    assert np.isnan(out[used:]).all()
-
-
-@functools.cache
-def written_over() -> Any:
-    def both(arrays: Any, attention: Attention, out: jax.Array) -> jax.Array:
-        operands = triton.Operands(*arrays)
-        out = triton.launch("rows", operands, operands.batch.rows, out, attention, interpret=True)
-        return triton.launch("tiles", operands, operands.batch.tiles, out, attention, interpret=True)
-
-    return jax.jit(both, static_argnums=1)
+    out = np.asarray(compiled(backend_name)(*inputs, out=np.full_like(inputs.q, np.nan)))
+    check_close(CASES[name], out, expected(name))
+    assert not np.isnan(out[:used].astype(np.float32)).any()
+    assert np.isnan(out[used:].astype(np.float32)).all()
 
 
 @named(*{abstract(case): name for name, case in reversed(CASES.items())}.values())
@@ -286,3 +282,26 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert backend("one_of_mine")(1, *[None] * 7) == 1  # type: ignore[arg-type]
     with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
         backend("broken_one")
+
+
+def test_a_module_need_not_have_every_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R4: what it lacks is xla's, whatever the model and the mode need; one that has none of them is refused."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "only_attention.py").write_text("def segment_attention(*arguments): ...\n")
+    (tmp_path / "only_experts.py").write_text("def grouped_matmul(*arguments): ...\n")
+    xla = kernels(QWEN3_30B_A3B, "xla", "copy")
+    mine = kernels(QWEN3_30B_A3B, "only_attention", "copy")
+    assert mine.attention is backend("only_attention")
+    assert (mine.reposition, mine.grouped_matmul) == (xla.reposition, xla.grouped_matmul)
+    mine = kernels(QWEN3_30B_A3B, "only_experts", "on_read")
+    assert mine.attention is xla.attention and mine.reposition is None
+    assert mine.grouped_matmul is not xla.grouped_matmul
+    assert backends_of("only_experts") == {
+        "segment_attention": "xla",
+        "reposition": "xla",
+        "grouped_matmul": "only_experts",
+    }
+    with pytest.raises(ValueError, match="'json' is a module without any of the functions segment_attention, reposit"):
+        kernels(QWEN3_30B_A3B, "json", "on_read")
+    with pytest.raises(ValueError, match="unknown segment_attention backend 'flash'"):
+        backends_of("flash")
