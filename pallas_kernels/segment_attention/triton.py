@@ -42,8 +42,9 @@ _ITEMS = {"rows": 512, "tiles": 256}
 
 #: By kind, dtype and head_dim (up to). Found by compiling every case, and the steps of benchmarks/aot, for an A100
 #: (sm_80, jaxlib 0.10.2, ptxas 13.0): large blocks for which none of them spills a register, with and without shifts,
-#: soft-cap and sinks. 64 entries for bfloat16 tiles of 64 dimensions spill 12 bytes where three heads share, and nothing
-#: where eight do. Five stages hold two blocks of keys and values, three hold one: page numbers are loaded a stage ahead.
+#: soft-cap and sinks. 64 entries for bfloat16 tiles of 64 dimensions spill 12 bytes where three heads share, and
+#: nothing where eight do. Five stages hold two blocks of keys and values, three hold one: page numbers are loaded a
+#: stage ahead.
 _CONFIGS = {
     ("rows", "bfloat16", 64): Config(16, 64, 4, 5, 256),
     ("rows", "bfloat16", 128): Config(16, 64, 4, 5, 256),
@@ -81,11 +82,10 @@ def segment_attention(
         # Empty arrays are no operands for Pallas.
         batch = batch._replace(tiles=batch.rows)
     operands = Operands(q, k_pool, v_pool, batch, cos, sin, sinks)
-    if out is None:
-        # Zeros that wait for the queries: XLA would make those of all layers at once, at the start, and keep them.
-        _, out = lax.optimization_barrier((q, jnp.zeros_like(q)))
-    out = launch("rows", operands, batch.rows, out, attention, interpret=interpret)
-    return out if only_rows else launch("tiles", operands, batch.tiles, out, attention, interpret=interpret)
+    # Zeros that wait for the queries: XLA would make those of all layers at once, at the start, and keep them.
+    before = lax.optimization_barrier((q, jnp.zeros_like(q)))[1] if out is None else out
+    rows = launch("rows", operands, batch.rows, before, attention, interpret=interpret)
+    return rows if only_rows else launch("tiles", operands, batch.tiles, rows, attention, interpret=interpret)
 
 
 interpreted = functools.partial(segment_attention, interpret=True)
