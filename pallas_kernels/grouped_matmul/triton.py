@@ -51,25 +51,22 @@ def grouped_matmul(
     sizes: Array,
     bias: Array | None = None,
     *,
-    out: Array | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `api.GroupedMatmul`. `out` float32 [R, O], if there is one, is written over."""
+    """See `api.GroupedMatmul`."""
     rows, (groups, outputs, _) = len(x), weight.shape
     config = config or choose(rows, groups, x.dtype)
     tiles = tiles_of(sizes, rows, config.rows)
     kernel = functools.partial(_kernel, config=config, bias=bias is not None)
-    operands = (*tiles, x, weight, *(() if bias is None else (bias,)), *(() if out is None else (out,)))
     return pl.pallas_call(
         kernel,
         grid=(len(tiles.group), pl.cdiv(outputs, config.outputs)),
         out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        input_output_aliases={} if out is None else {len(operands) - 1: 0},
         interpret=interpret,
         name="grouped_matmul",
-    )(*operands)
+    )(*tiles, x, weight, *(() if bias is None else (bias,)))
 
 
 interpreted = functools.partial(grouped_matmul, interpret=True)
@@ -84,12 +81,10 @@ def tiles_of(sizes: Array, rows: int, tile: int) -> Tiles:
     index = jnp.arange(rows // tile + min(groups + 1, rows), dtype=jnp.int32)
     group = (index[:, None] >= last[None, :]).sum(axis=1, dtype=jnp.int32)
     spare, group = group > groups, jnp.minimum(group, groups)
-    # None is negative: what would turn such indices made XLA's kernel of all this spill.
-    size, stop, last = (
-        values.at[group].get(mode="promise_in_bounds", wrap_negative_indices=False) for values in (sizes, stops, last)
-    )
-    start = stop - size + (index - last + (size + tile - 1) // tile) * tile
-    return Tiles(group, start, jnp.where(spare, start, jnp.minimum(start + tile, stop)))
+    first = last[group] - (sizes[group] + tile - 1) // tile
+    start = stops[group] - sizes[group] + (index - first) * tile
+    stop = jnp.where(spare, start, jnp.minimum(start + tile, stops[group]))
+    return Tiles(group, start, stop)
 
 
 def _kernel(group_ref, start_ref, stop_ref, x_ref, weight_ref, *refs, config: Config, bias: bool) -> None:
