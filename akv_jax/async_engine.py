@@ -198,10 +198,12 @@ class AsyncEngine:
         try:
             self._engine = self._make_engine()
             self._engine.warm_up(self._progress)
+            if self.failure is not None:
+                raise self.failure
             self.ready = True
             self._loaded.set()
             self._serve(self._engine)
-            self._finishing = True
+            self._finishing = self.failure is None
         except BaseException as error:
             if self.failure is None:
                 self.failure = error

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
 from akv_jax.config import Disaggregation
+
+#: Flags that are each node's own business. All others have to be the same everywhere.
+OWN_FLAGS = {
+    *("model", "host", "port", "api_key", "log_level", "node_rank", "dist_timeout", "served_model_name"),
+    *("max_body_size", "drain_seconds"),
+}
 
 
 class FlagError(Exception):
@@ -54,7 +63,7 @@ def _split(text: str) -> Disaggregation:
 def _not_negative(text: str) -> float:
     value = _number(text)
     if not 0 <= value < 1e6:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, found {value}")
+        raise argparse.ArgumentTypeError(f"expected 0 or more, below a million, found {value:g}")
     return value
 
 
@@ -80,7 +89,13 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--nnodes", type=_positive, default=1, metavar="N", help="processes that share the devices (%(default)s)")
     add("--node-rank", type=int, default=0, metavar="R", help="which of them this is; 0 answers HTTP (%(default)s)")
     add("--dist-init-addr", metavar="HOST:PORT", help="where they meet: a free port of node 0's machine")
-    add("--dist-timeout", type=float, default=300, metavar="S", help="seconds they wait for each other (%(default)s)")
+    add(
+        "--dist-timeout",
+        type=_not_negative,
+        default=300,
+        metavar="S",
+        help="seconds they wait for each other (%(default)s)",
+    )
     add("--attention-backend", default="xla", metavar="NAME", help="kernels by name, or a module (%(default)s)")
     add("--context-length", type=_positive, metavar="N", help="positions a request may use (default: the model's)")
     add("--max-total-tokens", type=_positive, metavar="N", help="KV pool size, tokens (default: by memory)")
@@ -124,3 +139,43 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     add("--ray-address", default="local", metavar="ADDR", help="a running Ray cluster's (default: start one here)")
     return parser
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The flags that say which process of which server this is."""
+
+    count: int
+    rank: int
+    #: Where the leader is met.
+    host: str
+    port: int
+    #: Most seconds that nodes wait for each other at the start.
+    seconds: float
+    #: Devices over all of them.
+    tp: int
+    #: What all of them must have in common.
+    terms: dict[str, Any]
+
+
+def nodes_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Nodes | None:
+    """None for a server of one process. Ends the program if the flags do not fit together."""
+    count, rank = arguments.nnodes, arguments.node_rank
+    if count == 1:
+        if arguments.dist_init_addr is not None or rank:
+            parser.error("--dist-init-addr and --node-rank: only with --nnodes")
+        return None
+    if not 0 <= rank < count:
+        parser.error(f"--node-rank {rank}: expected 0 to {count - 1}")
+    host, _, port = (arguments.dist_init_addr or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        parser.error("--dist-init-addr: expected HOST:PORT of node 0, the same for every node")
+    if arguments.tp % count:
+        parser.error(f"--tp {arguments.tp}: expected a multiple of --nnodes {count}, as many devices on every node")
+    if arguments.disaggregation is not None or arguments.replicas is not None:
+        parser.error("--nnodes: not with --disaggregation or --replicas")
+    if arguments.cache_dir is not None:
+        parser.error("--cache-dir: not with --nnodes; every node has only its own part of the cached pages")
+    terms: dict[str, Any] = {name: version(name) for name in ("akv-jax", "jax")}
+    terms |= {f"--{name.replace('_', '-')}": value for name, value in vars(arguments).items() if name not in OWN_FLAGS}
+    return Nodes(count, rank, host.strip("[]"), int(port), arguments.dist_timeout, arguments.tp, terms)

@@ -7,12 +7,11 @@ JAX's own coordinator has another port, which the leader tells them. None of it 
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +19,7 @@ import structlog
 
 from akv_jax.cache.persistence import Identity
 from akv_jax.config import EngineConfig
+from akv_jax.flags import Nodes
 from akv_jax.models.load import LoadedModel
 from akv_jax.models.weights.digest import weights_digest
 from akv_jax.runtime.multi_process import Followers, Leader, NodeError, follow, hear, join
@@ -30,50 +30,9 @@ from akv_jax.runtime.wire import Connection
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-#: Flags that are each node's own business. All others have to be the same everywhere.
-OWN_FLAGS = {"model", "host", "port", "api_key", "log_level", "node_rank", "dist_timeout", "served_model_name"}
 #: Seconds that nodes wait for each other at the end.
 _SHUTDOWN_SECONDS = 10
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """The flags that say which process of which server this is."""
-
-    count: int
-    rank: int
-    #: Where the leader is met.
-    host: str
-    port: int
-    #: Most seconds that nodes wait for each other at the start.
-    seconds: float
-    #: Devices over all of them.
-    tp: int
-    #: What all of them must have in common.
-    terms: dict[str, Any]
-
-
-def nodes_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Nodes | None:
-    """None for a server of one process. Ends the program if the flags do not fit together."""
-    count, rank = arguments.nnodes, arguments.node_rank
-    if count == 1:
-        if arguments.dist_init_addr is not None or rank:
-            parser.error("--dist-init-addr and --node-rank: only with --nnodes")
-        return None
-    if not 0 <= rank < count:
-        parser.error(f"--node-rank {rank}: expected 0 to {count - 1}")
-    host, _, port = (arguments.dist_init_addr or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-        parser.error("--dist-init-addr: expected HOST:PORT of node 0, the same for every node")
-    if arguments.tp % count:
-        parser.error(f"--tp {arguments.tp}: expected a multiple of --nnodes {count}, as many devices on every node")
-    if arguments.disaggregation is not None or arguments.replicas is not None:
-        parser.error("--nnodes: not with --disaggregation or --replicas")
-    if arguments.cache_dir is not None:
-        parser.error("--cache-dir: not with --nnodes; every node has only its own part of the cached pages")
-    terms = {f"--{name.replace('_', '-')}": value for name, value in vars(arguments).items() if name not in OWN_FLAGS}
-    return Nodes(count, rank, host.strip("[]"), int(port), arguments.dist_timeout, arguments.tp, terms)
 
 
 def mesh_of(nodes: Nodes) -> Mesh:

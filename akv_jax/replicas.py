@@ -118,7 +118,7 @@ class Cluster:
         self.replicas = replicas
         self.failure: BaseException | None = None
         self._own = arguments.ray_address == "local"
-        #: Ray Serve ran on the cluster before; if not, it is not left there without proxies, for others to find.
+        #: Ray Serve did not run on the cluster before: it is not left there without proxies, for others to find.
         self._started_serve = False
         self._drained = threading.Event()
         self._drained.set()

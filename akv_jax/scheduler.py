@@ -23,8 +23,9 @@ from akv_jax.cache.pages import PagePool
 from akv_jax.config import EngineConfig
 from akv_jax.errors import Reason, RequestError
 from akv_jax.planning.active_set import ActiveSet
+from akv_jax.planning.peak import most_pages, peak_pages
 from akv_jax.planning.restore import compute_set
-from akv_jax.planning.sequence import Chunk, PlacedChunk, Released, Sequence, most_pages, peak_pages
+from akv_jax.planning.sequence import Chunk, PlacedChunk, Released, Sequence
 from akv_jax.planning.versions import Places
 from akv_jax.planning.visibility import Timeline, View
 
@@ -186,7 +187,7 @@ class Scheduler:
 
     def _needs_more_than(self, job: Job, pages: int) -> bool:
         """At one moment before its next sampled token (DESIGN A7)."""
-        # Working out the peak takes as long as a third of all other planning, and the pool is mostly larger than this.
+        # Working out the peak is slow beside all other planning, and the pool is mostly larger than this.
         return most_pages(job.timeline, self.config.reposition) > pages and self._peak(job) > pages
 
     def _peak(self, job: Job) -> int:
@@ -200,8 +201,8 @@ class Scheduler:
         if not self._needs_more_than(job, room):
             return True
         if job.peak_beside[0] != self.cache.lease_changes:
-            free = self.cache.leased_births(job.timeline, job.salt)
-            peak = peak_pages(job.timeline, self._used(job), self.config.reposition, free)
+            others = self.cache.leased_births(job.timeline, job.salt)
+            peak = peak_pages(job.timeline, self._used(job), self.config.reposition, others)
             job.peak_beside = self.cache.lease_changes, peak
         return job.peak_beside[1] <= room
 
@@ -271,7 +272,7 @@ class Scheduler:
     def requeue(self, job: Job) -> None:
         """Queue a job that was retracted, here or on another side, in its old place."""
         # What it has generated since is computed again, as a part of the prompt.
-        job.peak = None
+        job.peak, job.peak_beside = None, (-1, 0)
         bisect.insort(self.waiting, job, key=lambda j: j.arrival)
 
     def receive(self, job: Job, held: ActiveSet, most: int) -> Moving | None:

@@ -25,14 +25,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from akv_jax.flags import FlagError, argument_parser
+from akv_jax.flags import FlagError, Nodes, argument_parser, nodes_of
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from akv_jax.async_engine import AsyncEngine
     from akv_jax.engine import ServingEngine
-    from akv_jax.nodes import Nodes
     from serving.settings import Environment, Settings
 
 #: Exit codes: a failure of ours, and the usual one for a bad command line, port or model.
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.model is not None and not os.path.exists(arguments.model):
         parser.error(f"--model: no such file or directory: {arguments.model}")
     folder = _cache_folder(parser, arguments)
-    nodes = _nodes(parser, arguments)
+    nodes = nodes_of(parser, arguments)
     configure_process(arguments.log_level)
     environment, console = Environment.read(), Console(stderr=True)
     if nodes is not None and nodes.rank > 0:
@@ -79,15 +78,6 @@ def _listen_or_exit(parser: argparse.ArgumentParser, host: str, port: int) -> so
         return listen(host, port)
     except OSError as error:
         parser.error(f"cannot listen on {host}:{port}: {error.strerror or error}")
-
-
-def _nodes(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Nodes | None:
-    """The flags of a server out of several processes."""
-    if arguments.nnodes == 1 and arguments.dist_init_addr is None and arguments.node_rank == 0:
-        return None
-    from akv_jax.nodes import nodes_of
-
-    return nodes_of(parser, arguments)
 
 
 def _lead(

@@ -13,11 +13,11 @@ import jax
 from akv_jax.config import Disaggregation, EngineConfig, ModelConfig
 from akv_jax.disaggregated import over_devices
 from akv_jax.engine import Engine, ServingEngine
-from akv_jax.flags import FlagError
+from akv_jax.flags import FlagError, Nodes
 from akv_jax.models.decoder import backends_of
 from akv_jax.models.load import LoadedModel, load_model
 from akv_jax.models.sharding import Layout, layout_of
-from akv_jax.nodes import Nodes, lead, mesh_of
+from akv_jax.nodes import lead, mesh_of
 from akv_jax.runtime.placement import model_mesh
 from akv_jax.runtime.runner import Runner, default_dtype
 

@@ -225,10 +225,7 @@ class CompletionBody(SamplingBody):
             raise invalid("text is continued, not filled in: expected no suffix", "suffix")
         if self.best_of != 1:
             raise invalid("one answer is all that is computed: expected 1 or nothing", "best_of")
-        for name in CACHE_FIELDS:
-            if getattr(self, name) is not None:
-                message = "a prompt has no messages to name: use /v1/chat/completions or /v1/sequence"
-                raise invalid(message, name)
+        refuse_cache(self)
         return self
 
     def alternatives(self) -> int:
@@ -250,7 +247,7 @@ class SequenceBody(SamplingBody):
 
 
 class TokenizeBody(PromptBody):
-    """`POST /tokenize`: exactly one of `prompt` and `messages`. A `cache` field is checked."""
+    """`POST /tokenize`: exactly one of `prompt` and `messages`. A `cache` field is checked, beside `messages` alone."""
 
     prompt: Text | None = None
 
@@ -258,6 +255,13 @@ class TokenizeBody(PromptBody):
 class DetokenizeBody(Body):
     #: Checked by `check_token_ids`, which can be interrupted where there are millions.
     tokens: Any = Field()
+
+
+def refuse_cache(body: CompletionBody | TokenizeBody) -> None:
+    """For a plain text: nothing is silently ignored (A3)."""
+    for name in CACHE_FIELDS:
+        if getattr(body, name) is not None:
+            raise invalid("a prompt has no messages to name: use /v1/chat/completions or /v1/sequence", name)
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -17,7 +17,7 @@ from serving.chat import prepare, read_prompt
 from serving.generation import unless_disconnected
 from serving.request_log import Notes, notes_of
 from serving.responses import answer
-from serving.schemas import DetokenizeBody, TokenizeBody, check_token_ids, validate
+from serving.schemas import DetokenizeBody, TokenizeBody, check_token_ids, refuse_cache, validate
 from serving.state import Server, server_of
 
 router = APIRouter(tags=["tokens"])
@@ -39,11 +39,13 @@ def _tokenise(server: Server, notes: Notes, data: dict[str, Any]) -> Sequence[in
     body = validate(TokenizeBody, data)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("expected either prompt or messages", "prompt")
-    cache = parse_cache_field(data)
-    messages, tools = ((), ()) if body.messages is None else read_prompt(server, body)
-    server.note_unknown(notes, body)
     if body.prompt is None:
+        cache = parse_cache_field(data)
+        messages, tools = read_prompt(server, body)
+        server.note_unknown(notes, body)
         return prepare(server, body, messages, tools, cache).token_ids
+    refuse_cache(body)
+    server.note_unknown(notes, body)
     server.refuse_hopeless("prompt", len(body.prompt))
     return engine.model.tokenizer.encode(body.prompt)
 

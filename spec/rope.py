@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -60,7 +59,6 @@ def rotate(rotary: Rotary, x: np.ndarray, shift: int) -> np.ndarray:
     return result
 
 
-@cache
 def pairs(rotary: Rotary) -> tuple[np.ndarray, np.ndarray]:
     """Which two dimensions turn together: i and i + dim/2 (half-split), or 2i and 2i + 1 (interleaved)."""
     i = np.arange(rotary.dim // 2)
@@ -79,7 +77,6 @@ def magnitude(rotary: Rotary) -> float:
     return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
 
 
-@cache
 def inverse_frequencies(rotary: Rotary) -> np.ndarray:
     """Radians per position of each pair of dimensions, float64 [dim / 2], after scaling."""
     plain = rotary.base ** (-np.arange(0, rotary.dim, 2) / rotary.dim)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from akv_jax.config import Disaggregation, RepositionMode
 from akv_jax.engine import ServingEngine
-from akv_jax.planning.sequence import peak_pages
+from akv_jax.planning.peak import peak_pages
 from akv_jax.planning.visibility import Timeline
 from akv_jax.request import Output, Request, Sampling, Usage
 from spec.model import Model, random_params

@@ -342,3 +342,17 @@ def test_a_retracted_request_keeps_its_place() -> None:
         finished += [c for c in clients if c.end and c not in finished]
     assert simulation.scheduler.preemptions > 0
     assert finished == clients
+
+
+def test_a_retracted_request_waits_for_what_it_needs_by_now() -> None:
+    """R6: what it has said since it was first looked at needs pages too."""
+    simulation = Simulation(num_pages=40, chunked_prefill_size=32)
+    scheduler = simulation.scheduler
+    grown = simulation.submit((Append((1,) * 20),), 15).job
+    assert not scheduler._fits(grown, 19) and scheduler._fits(grown, 20)
+    for token in range(10):
+        grown.timeline.append(token)
+    grown.decoding = True
+    scheduler.waiting.remove(grown)
+    scheduler.requeue(grown)
+    assert not scheduler._fits(grown, 29) and scheduler._fits(grown, 30)

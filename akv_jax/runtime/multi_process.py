@@ -13,7 +13,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -122,8 +122,12 @@ class Followers:
         while True:
             try:
                 connected, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._closing:
+                    return
+                _log.warning("the nodes' port could not accept a connection", reason=str(error))
+                time.sleep(_RETRY_SECONDS)
+                continue
             threading.Thread(target=self._greet, args=(connected,), name="node", daemon=True).start()
 
     def _greet(self, connected: socket.socket) -> None:
@@ -132,7 +136,8 @@ class Followers:
             connection = Connection(connected, MOST_FROM_STRANGERS)
             hello = connection.receive(HELLO_SECONDS)
             with self._changed:
-                rank, reason = int(hello.get("rank") or 0), self._objection(hello)
+                rank: Any = hello.get("rank")
+                reason = self._objection(hello)
                 if reason is None:
                     connection.most = MOST_BYTES
                     self._joined[rank] = connection
@@ -154,11 +159,11 @@ class Followers:
         if hello["kind"] != "hello" or hello.get("protocol") != PROTOCOL or not isinstance(hello.get("terms"), dict):
             return f"it is no node, or one of another version (the leader's protocol is {PROTOCOL})"
         rank = hello.get("rank")
-        for name in sorted({*self._terms, *hello["terms"]}):
+        for name in sorted({*self._terms, *hello["terms"]}, key=str):
             mine, other = self._terms.get(name), hello["terms"].get(name)
             if mine != other:
                 return f"{name} is {other} there, and {mine} at the leader"
-        if not isinstance(rank, int) or not 0 < rank < self._nodes:
+        if type(rank) is not int or not 0 < rank < self._nodes:
             return f"--node-rank {rank}: the leader expects 1 to {self._nodes - 1}"
         if rank in self._joined:
             return (
@@ -267,7 +272,7 @@ def follow(connection: Connection, runner: Runner, gone: Callable[[NodeError], N
 
 
 @contextlib.contextmanager
-def _leader_gone() -> Any:
+def _leader_gone() -> Iterator[None]:
     try:
         yield
     except Closed as error:

@@ -67,7 +67,7 @@ class Connection:
         return message
 
     def _exactly(self, count: int) -> bytearray:
-        data, filled = bytearray(min(count, self.most)), 0
+        data, filled = bytearray(count), 0
         while filled < count:
             got = self._socket.recv_into(memoryview(data)[filled:])
             if got == 0:

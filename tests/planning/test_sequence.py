@@ -10,9 +10,10 @@ import pytest
 from akv_jax.cache.base import MatchResult
 from akv_jax.cache.pages import PageError
 from akv_jax.config import RepositionMode
+from akv_jax.planning.peak import most_pages, peak_pages
 from akv_jax.planning.planner import assemble
 from akv_jax.planning.restore import compute_set
-from akv_jax.planning.sequence import Chunk, Sequence, most_pages, peak_pages
+from akv_jax.planning.sequence import Chunk, Sequence
 from akv_jax.planning.usage import num_segments
 from akv_jax.planning.visibility import Timeline
 from spec.operations import Append, Drop, History, Reposition

@@ -87,6 +87,13 @@ def test_who_cannot_take_part_is_told_why_and_the_others_still_come(meeting: Mee
     stranger = Connection(socket.create_connection(("127.0.0.1", meeting.port)))
     stranger.send("hello", protocol=PROTOCOL + 1, rank=1, terms=TERMS)
     assert "another version" in refused(stranger)
+    for rank in ("abc", True, [1], None, 1.0):
+        stranger = Connection(socket.create_connection(("127.0.0.1", meeting.port)))
+        stranger.send("hello", protocol=PROTOCOL, rank=rank, terms=TERMS)
+        assert "the leader expects 1 to 2" in refused(stranger)
+    stranger = Connection(socket.create_connection(("127.0.0.1", meeting.port)))
+    stranger.send("hello", protocol=PROTOCOL, rank=1, terms={**TERMS, b"--tp": 1})
+    assert "at the leader" in refused(stranger)
     assert meeting.losses.empty() and len(kept) == 2
 
 

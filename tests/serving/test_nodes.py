@@ -15,9 +15,8 @@ import pytest
 
 from akv_jax.async_engine import AsyncEngine
 from akv_jax.engine import Engine
-from akv_jax.flags import argument_parser
+from akv_jax.flags import argument_parser, nodes_of
 from akv_jax.models.load import LoadedModel
-from akv_jax.nodes import nodes_of
 from akv_jax.runtime.multi_process import NodeError, hear, join
 from akv_jax.serve import main
 from akv_jax.startup import engine_config

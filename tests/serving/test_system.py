@@ -46,6 +46,13 @@ def test_tokenize_wants_one_of_prompt_and_messages(tiny: Running) -> None:
     assert tiny.post("/detokenize", {"tokens": [1, 2.0]}).json()["error"]["param"] == "tokens[1]"
 
 
+@pytest.mark.parametrize("field", [{"cache": {"drop": {"0": [0]}}}, {"reposition": [0]}])
+def test_tokenize_refuses_edits_of_a_plain_text(tiny: Running, field: dict[str, Any]) -> None:
+    """A3: nothing is silently ignored."""
+    error = tiny.http.post("/tokenize", json={"prompt": "A", **field}).json()["error"]
+    assert error["param"] == next(iter(field)) and "no messages to name" in error["message"]
+
+
 def test_metrics_count_requests_and_nothing_compiles_after_warm_up(tiny: Running) -> None:
     before = samples(tiny)
     answer = tiny.client.chat.completions.create(model="x", messages=HELLO, max_tokens=5)
