@@ -43,8 +43,10 @@ def conformance(*arguments: str) -> None:
     assert ran.returncode == 0, ran.stdout[-4000:]
 
 
+@pytest.mark.long
 def test_conformance() -> None:
-    """R2, R5: the same histories and tolerances as on one device; one variety."""
+    """R2, R5: the same histories and tolerances as on one device; one variety. `make test` has next turns instead
+    (`spec/test_conformance_next_turns.py`)."""
     conformance("-k", "test_engine and half-on_read", "-m", "not long")
 
 

@@ -71,9 +71,9 @@ def counter(engine: Engine, name: str) -> float:
 @pytest.mark.parametrize(
     ("mode", "dtype"),
     [
-        ("copy", "float32"),
         ("copy", "bfloat16"),
-        ("on_read", "float32"),
+        pytest.param("copy", "float32", marks=pytest.mark.long),
+        pytest.param("on_read", "float32", marks=pytest.mark.long),
         pytest.param("on_read", "bfloat16", marks=pytest.mark.long),
     ],
 )

@@ -88,6 +88,7 @@ def sizes(prefills: tuple[int, ...], batches: tuple[int, ...], context: int) -> 
     return ["--only", "speed", *lengths, "--runs", "1", "--steps", "2"]
 
 
+@pytest.mark.long
 def test_what_is_reported_of_the_speed(long_model: Path, tmp_path: Path) -> None:
     """Against transformers with the same weights; skips without it."""
     pytest.importorskip("torch")

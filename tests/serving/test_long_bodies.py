@@ -98,9 +98,9 @@ def test_what_fits_by_repositions_is_not_refused(tiny: Running, monkeypatch: pyt
     check_pages(tiny)
 
 
-def test_millions_of_ids_to_detokenize(tiny: Running) -> None:
-    response = tiny.post("/detokenize", {"tokens": [70] * 3_000_000})
-    assert len(response.json()["prompt"]) == 3_000_000
+def test_many_ids_to_detokenize(tiny: Running) -> None:
+    response = tiny.post("/detokenize", {"tokens": [70] * 300_000})
+    assert len(response.json()["prompt"]) == 300_000
 
 
 @pytest.mark.parametrize("path", [SEQUENCE, "/detokenize"])
