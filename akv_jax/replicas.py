@@ -48,7 +48,7 @@ def serve_replicas(
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
     if importlib.util.find_spec("ray") is None:
-        console.print("[red]error:[/red] --replicas: Ray is not installed: pip install 'akv-jax\\[ray]'")
+        console.print("[red]error:[/red] --replicas: Ray is not installed: pip install '.\\[ray]' in its folder")
         return EXIT_USAGE
     # Ray reads them when it is imported or started, and hands them on to its processes.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

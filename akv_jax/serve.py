@@ -245,6 +245,7 @@ def _serve(
 
     def drain() -> None:
         if engine.ready:
+            console.print(f"Stopping: requests may go on for {settings.drain_seconds:g} s. Ctrl-C again ends at once.")
             engine.stop(settings.drain_seconds)
 
     server = QuietServer(server_config(create_app(engine, settings), settings), drain)

@@ -83,11 +83,10 @@ def _close(server: Server, notes: Notes, request: Request, record: Record) -> No
         server.metrics.latency.observe(server.clock() - record.arrived)
         server.metrics.finished[record.finish or "none"] += 1
     usage = record.usage
+    if usage is not None:
+        notes.update(prompt=usage.prompt_tokens, computed=usage.computed_tokens, cached=usage.cached_tokens)
     notes.update(
         id=request.request_id,
-        prompt=usage.prompt_tokens if usage else None,
-        computed=usage.computed_tokens if usage else None,
-        cached=usage.cached_tokens if usage else None,
         output=record.output_tokens,
         ttft=None if record.first_token is None else round(record.first_token - record.arrived, 3),
         finish=record.finish,

@@ -23,7 +23,7 @@ from tests.serving.running import eventually, send
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'akv-jax[ray]'"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install '.[ray]'"),
 ]
 
 ROOT = Path(__file__).parents[2]
