@@ -267,7 +267,11 @@ def _serve(
         threading.Thread(target=watch, daemon=True).start()
     greeter = threading.Thread(target=greet, daemon=True)
     greeter.start()
+    # Uvicorn gives signals back to whom it has them from. By then nothing is left but to store the cache, and another
+    # SIGTERM does not cut that off; nor Python's own end, which takes back handlers that are functions.
+    signal.signal(signal.SIGTERM, lambda *_: None if server.should_exit else _exit(0))
     server.run(sockets=[listener])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if greeter.is_alive():
         # Stopped while loading. A thread inside the compiler can neither be told to end nor be waited for.
         sys.stderr.flush()

@@ -103,10 +103,12 @@ def engine_config(arguments: argparse.Namespace, model: LoadedModel, dtype: Dtyp
     context_length = arguments.context_length or longest
     if context_length > longest:
         raise FlagError(f"--context-length {context_length}: {model.name} was trained for at most {longest} positions")
-    num_pages = arguments.max_total_tokens
+    num_pages, token = arguments.max_total_tokens, page_bytes(layout.local, dtype)
+    devices = arguments.tp // arguments.nnodes if split is None else split.devices
+    if num_pages is not None and num_pages * token > (most := _pool_bytes(1.0, layout, dtype, devices)):
+        raise FlagError(f"--max-total-tokens {num_pages}: all memory has room for {most // token} tokens")
     if num_pages is None:
-        devices = arguments.tp // arguments.nnodes if split is None else split.devices
-        fitting = _pool_bytes(arguments.mem_fraction_static, layout, dtype, devices) // page_bytes(layout.local, dtype)
+        fitting = _pool_bytes(arguments.mem_fraction_static, layout, dtype, devices) // token
         if fitting < MIN_POOL:
             raise FlagError(
                 f"memory is left for a pool of {max(fitting, 0)} tokens only: "

@@ -288,10 +288,15 @@ def check_token_ids(ids: Any, vocab_size: int, param: str) -> tuple[int, ...]:
 
 
 def parse_operations(raw: Any, vocab_size: int) -> tuple[Operation, ...]:
-    """The history of a sequence request (A9). A dropped index must have been appended by then (L2)."""
+    """The history of a sequence request (A9). A dropped index must have been appended by then (L2).
+
+    What plainly does nothing is left out (L5): a body may hold any number of such operations, and the engine's thread
+    is to be spared them.
+    """
     if not isinstance(raw, list):
         raise invalid(f"expected a list of operations, found {describe(raw)}", "operations")
     operations: list[Operation] = []
+    dropped: set[int] = set()
     length = 0
     for index, item in enumerate(raw):
         param = f"operations[{index}]"
@@ -299,11 +304,16 @@ def parse_operations(raw: Any, vocab_size: int) -> tuple[Operation, ...]:
             case ["append", ids]:
                 tokens = check_token_ids(ids, vocab_size, f"{param}[1]")
                 length += len(tokens)
-                operations.append(Append(tokens))
+                if tokens:
+                    operations.append(Append(tokens))
             case ["drop", indices]:
-                operations.append(Drop(_parse_indices(indices, length, f"{param}[1]")))
+                new = _parse_indices(indices, length, f"{param}[1]") - dropped
+                if new:
+                    operations.append(Drop(new))
+                    dropped |= new
             case ["reposition"]:
-                operations.append(Reposition())
+                if operations and not isinstance(operations[-1], Reposition):
+                    operations.append(Reposition())
             case _:
                 raise invalid('expected ["append", [ids]], ["drop", [indices]] or ["reposition"]', param)
     if not length:

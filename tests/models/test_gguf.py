@@ -277,3 +277,8 @@ def test_transformers_reads_the_same_weights(tmp_path):
     ours = load(path).params
     for info in weight_table(CONFIG):
         np.testing.assert_array_equal(tiny.array_of(ours, info.path), theirs[info.hf[0]].numpy(), err_msg=info.name)
+
+
+def test_what_is_no_file_is_explained() -> None:
+    with pytest.raises(ModelError, match="/dev/null is no file that can be mapped"):
+        GgufFile(Path("/dev/null"))

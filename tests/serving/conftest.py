@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -20,7 +21,9 @@ from tests.serving.running import Running, running, write_tiny_model
 @pytest.fixture(autouse=True)
 def _what_a_command_sets_for_its_process() -> Iterator[None]:
     """`serve.main` run in the tests' own process: its log would be written to a stream that pytest has closed."""
+    before = signal.getsignal(signal.SIGTERM)
     yield
+    signal.signal(signal.SIGTERM, before)
     structlog.reset_defaults()
     jax.config.update("jax_compilation_cache_dir", None)
 

@@ -8,6 +8,8 @@ import msgpack
 import numpy as np
 import pytest
 
+from serving.schemas import parse_operations
+from spec.operations import Append, Drop, Reposition, canonical
 from tests.serving.running import Running
 
 BODY: dict[str, Any] = {
@@ -77,3 +79,21 @@ def test_msgpack_both_ways(tiny: Running) -> None:
 def test_without_logprobs_and_logits_they_are_left_out(tiny: Running) -> None:
     choice = tiny.post("/v1/sequence", {"operations": [["append", [1]]], "max_tokens": 1}).json()["choices"][0]
     assert choice["logprobs"] is None and "next_logits" not in choice
+
+
+def test_operations_that_do_nothing_are_left_out() -> None:
+    """L5: the same history, whatever they are and however many."""
+    idle = [["drop", []], ["append", []], ["drop", [0, 2]], ["reposition"]] * 1000
+    raw = [
+        ["reposition"],
+        ["append", [1, 2, 3]],
+        ["drop", [0]],
+        ["drop", [0, 2]],
+        ["reposition"],
+        *idle,
+        ["append", [4]],
+    ]
+    parsed = parse_operations(raw, 10)
+    assert len(parsed) == 5 and canonical(parsed) == canonical(
+        (Append((1, 2, 3)), Drop(frozenset({0, 2})), Reposition(), Append((4,)))
+    )

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,7 +40,7 @@ def test_help_is_short(capsys: pytest.CaptureFixture[str]) -> None:
         (["--port", "70000"], "--port"),
         (["--max-total-tokens", "0"], "--max-total-tokens"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static"),
-        (["--drain-seconds", "-1"], "--drain-seconds: expected 0 or more, found -1"),
+        (["--drain-seconds", "-1"], "--drain-seconds: expected 0 or more, below a million, found -1"),
         (["--dtype", "int8"], "--dtype"),
         (["--cache-dir", "/dev/null"], "--cache-dir: /dev/null: File exists"),
         (["--cache-dir", "kv", "--disable-radix-cache"], "there is nothing to keep"),
@@ -88,6 +89,8 @@ def test_flags_and_memory_make_the_engine_configuration(model: LoadedModel) -> N
         config("--mem-fraction-static", f"{small / 1000:.15f}")
     with pytest.raises(FlagError, match="--context-length"):
         config("--context-length", str(model.config.max_positions + 1))
+    with pytest.raises(FlagError, match="--max-total-tokens 1000000000000: all memory has room for"):
+        config("--max-total-tokens", "1000000000000")
     assert config("--context-length", "64").context_length == 64
     # K and V, 2 layers, 2 heads of 16, 4 bytes.
     assert page_bytes(model.config, "float32") == 2 * 2 * 2 * 16 * 4
@@ -151,6 +154,10 @@ def test_what_was_cached_at_the_stop_is_there_at_the_next_start(tiny_directory: 
             }
             headers = {"Authorization": "Bearer sesame"}
             answers.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers).json())
+            # Told again and again, it does not leave the store half done.
+            while server.process.poll() is None:
+                server.process.send_signal(signal.SIGTERM)
+                time.sleep(0.02)
             code, err = server.terminate()
             assert code == 0 and "KV cache stored" in err and "Traceback" not in err, err
             assert "KV cache loaded" in err and ("pages=0" in err) == (start == "first")

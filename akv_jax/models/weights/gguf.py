@@ -56,6 +56,8 @@ class GgufFile:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError as error:
                 raise ModelError(f"{path} is empty, expected a GGUF file") from error
+            except OSError as error:
+                raise ModelError(f"{path} is no file that can be mapped: {error.strerror}") from error
         try:
             cursor = _Cursor(self._data)
             tensor_count, metadata_count = self._preamble(cursor)
