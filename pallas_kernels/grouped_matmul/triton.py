@@ -51,22 +51,25 @@ def grouped_matmul(
     sizes: Array,
     bias: Array | None = None,
     *,
+    out: Array | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> Array:
-    """See `api.GroupedMatmul`."""
+    """See `api.GroupedMatmul`. `out` float32 [R, O], if there is one, is written over."""
     rows, (groups, outputs, _) = len(x), weight.shape
     config = config or choose(rows, groups, x.dtype)
     tiles = tiles_of(sizes, rows, config.rows)
     kernel = functools.partial(_kernel, config=config, bias=bias is not None)
+    operands = (*tiles, x, weight, *(() if bias is None else (bias,)), *(() if out is None else (out,)))
     return pl.pallas_call(
         kernel,
         grid=(len(tiles.group), pl.cdiv(outputs, config.outputs)),
         out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        input_output_aliases={} if out is None else {len(operands) - 1: 0},
         interpret=interpret,
         name="grouped_matmul",
-    )(*tiles, x, weight, *(() if bias is None else (bias,)))
+    )(*operands)
 
 
 interpreted = functools.partial(grouped_matmul, interpret=True)

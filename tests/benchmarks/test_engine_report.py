@@ -38,6 +38,7 @@ def test_a_server_that_ends_at_its_start_is_an_error(tmp_path: Path) -> None:
         server_times(["--model", str(tmp_path / "broken.gguf")], tmp_path, runs=1)
 
 
+@pytest.mark.long
 def test_a_started_server_is_measured(tiny_directory: Path, tmp_path: Path) -> None:
     """It is another process than this one, which answers, and ends with the measurement."""
     with started(["--model", str(tiny_directory), *SMALL], tmp_path) as server:
