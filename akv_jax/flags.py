@@ -82,20 +82,6 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--port", type=_port, default=8000, help="port to listen on, 0 for any free one (%(default)s)")
     add("--api-key", metavar="KEY", help="key that clients must send (AKV_API_KEY)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and KV (%(default)s)")
-    add("--tp", type=_positive, default=1, metavar="N", help="devices to lay the model over (%(default)s)")
-    add(
-        "--disaggregation", type=_split, metavar="prefill=N,decode=M", help="prefill and decode on devices of their own"
-    )
-    add("--nnodes", type=_positive, default=1, metavar="N", help="processes that share the devices (%(default)s)")
-    add("--node-rank", type=int, default=0, metavar="R", help="which of them this is; 0 answers HTTP (%(default)s)")
-    add("--dist-init-addr", metavar="HOST:PORT", help="where they meet: a free port of node 0's machine")
-    add(
-        "--dist-timeout",
-        type=_not_negative,
-        default=300,
-        metavar="S",
-        help="seconds they wait for each other (%(default)s)",
-    )
     add("--attention-backend", default="xla", metavar="NAME", help="kernels by name, or a module (%(default)s)")
     add("--context-length", type=_positive, metavar="N", help="positions a request may use (default: the model's)")
     add("--max-total-tokens", type=_positive, metavar="N", help="KV pool size, tokens (default: by memory)")
@@ -123,22 +109,27 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--max-body-size", type=_positive, metavar="BYTES", help="largest request body, then 413 (default: no limit)")
     add("--seed", type=int, metavar="N", help="seed of requests that send none (default: random)")
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
-    add("--replicas", type=_positive, metavar="N", help="N servers behind one address, on Ray (docs/replicas.md)")
-    add(
-        "--cpus-per-replica",
-        type=_not_negative,
-        default=1,
-        metavar="N",
-        help="that Ray sets aside, or 0 (%(default)s)",
-    )
-    add(
-        "--gpus-per-replica",
-        type=_not_negative,
-        metavar="N",
-        help="that Ray gives each (default: one a device, if any)",
-    )
-    add("--ray-address", default="local", metavar="ADDR", help="a running Ray cluster's (default: start one here)")
+    _add_devices(parser)
     return parser
+
+
+def _add_devices(parser: argparse.ArgumentParser) -> None:
+    """Where the model runs: devices, processes, replicas."""
+    add = parser.add_argument
+    add("--tp", type=_positive, default=1, metavar="N", help="devices to lay the model over (%(default)s)")
+    add("--disaggregation", type=_split, metavar="prefill=N,decode=M",
+        help="prefill and decode on devices of their own")  # fmt: skip
+    add("--nnodes", type=_positive, default=1, metavar="N", help="processes that share the devices (%(default)s)")
+    add("--node-rank", type=int, default=0, metavar="R", help="which of them this is; 0 answers HTTP (%(default)s)")
+    add("--dist-init-addr", metavar="HOST:PORT", help="where they meet: a free port of node 0's machine")
+    add("--dist-timeout", type=_not_negative, default=300, metavar="S",
+        help="seconds they wait for each other (%(default)s)")  # fmt: skip
+    add("--replicas", type=_positive, metavar="N", help="N servers behind one address, on Ray (docs/replicas.md)")
+    add("--cpus-per-replica", type=_not_negative, default=1, metavar="N",
+        help="that Ray sets aside, or 0 (%(default)s)")  # fmt: skip
+    add("--gpus-per-replica", type=_not_negative, metavar="N",
+        help="that Ray gives each (default: one a device, if any)")  # fmt: skip
+    add("--ray-address", default="local", metavar="ADDR", help="a running Ray cluster's (default: start one here)")
 
 
 @dataclass(frozen=True, slots=True)

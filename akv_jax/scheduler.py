@@ -23,8 +23,7 @@ from akv_jax.cache.pages import PagePool
 from akv_jax.config import EngineConfig
 from akv_jax.errors import Reason, RequestError
 from akv_jax.planning.active_set import ActiveSet
-from akv_jax.planning.peak import most_pages, peak_pages
-from akv_jax.planning.restore import compute_set
+from akv_jax.planning.peak import Demand
 from akv_jax.planning.sequence import Chunk, PlacedChunk, Released, Sequence
 from akv_jax.planning.versions import Places
 from akv_jax.planning.visibility import Timeline, View
@@ -39,10 +38,7 @@ class Job:
     timeline: Timeline
     salt: str
     logits_at: tuple[int, ...]
-    #: Most pages it needs at one moment before its next token; None where nobody has had to know (see `_peak`).
-    peak: int | None = None
-    #: The same beside what others lease, and the cache's `lease_changes` then (see `Scheduler._fits`).
-    peak_beside: tuple[int, int] = (-1, 0)
+    demand: Demand
     sequence: Sequence | None = None
     #: Before its first token, in earlier attempts that were retracted: what was computed, and in how many steps.
     queried: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -136,13 +132,14 @@ class Scheduler:
             raise RequestError(
                 Reason.QUEUE_FULL, f"{len(self.waiting)} requests are waiting already, which is the limit. Retry later."
             )
-        job = Job(job_id, self._arrivals, timeline, salt, logits_at)
-        if self._needs_more_than(job, self.pool.num_pages):
+        demand = Demand(timeline, self.config.reposition, self.window, logits_at)
+        if demand.exceeds(self.pool.num_pages):
             raise RequestError(
                 Reason.POOL_TOO_SMALL,
-                f"the request keeps {job.peak} tokens active at one time, and the server's KV pool holds "
+                f"the request keeps {demand.peak} tokens active at one time, and the server's KV pool holds "
                 f"{self.pool.num_pages}. Drop more, or start the server with a larger --max-total-tokens.",
             )
+        job = Job(job_id, self._arrivals, timeline, salt, logits_at, demand)
         self._arrivals += 1
         self.waiting.append(job)
         return job
@@ -185,35 +182,6 @@ class Scheduler:
             refused = self.cache.keep(job.timeline, job.salt, pages, places, job.sequence.match)
             job.sequence.give(np.setdiff1d(pages[pages >= 0], refused, assume_unique=True))
 
-    def _needs_more_than(self, job: Job, pages: int) -> bool:
-        """At one moment before its next sampled token (DESIGN A7)."""
-        # Working out the peak is slow beside all other planning, and the pool is mostly larger than this.
-        return most_pages(job.timeline, self.config.reposition) > pages and self._peak(job) > pages
-
-    def _peak(self, job: Job) -> int:
-        """Most pages at one moment before the next sampled token, computed from nothing (DESIGN A7)."""
-        if job.peak is None:
-            job.peak = peak_pages(job.timeline, self._used(job), self.config.reposition)
-        return job.peak
-
-    def _fits(self, job: Job, room: int) -> bool:
-        """Whether `room` is enough beside what others lease, which it then leases too."""
-        if not self._needs_more_than(job, room):
-            return True
-        if job.peak_beside[0] != self.cache.lease_changes:
-            others = self.cache.leased_births(job.timeline, job.salt)
-            peak = peak_pages(job.timeline, self._used(job), self.config.reposition, others)
-            job.peak_beside = self.cache.lease_changes, peak
-        return job.peak_beside[1] <= room
-
-    def _used(self, job: Job) -> np.ndarray:
-        """Bool [T]: the tokens that are computed where nothing is at hand."""
-        timeline, logits_at = job.timeline, () if job.decoding else job.logits_at
-        nothing = np.zeros(timeline.count, bool)
-        used = nothing.copy()
-        used[compute_set(timeline, nothing, np.array([*logits_at, timeline.count - 1]), self.window)] = True
-        return used
-
     def _admit(self) -> None:
         """First come, first served: nothing overtakes the head of the queue, so nothing starves.
 
@@ -224,16 +192,17 @@ class Scheduler:
             return
         self._overcommitted = False
         while self.waiting and len(self.running) < self.config.max_running_requests:
-            if self.running and not self._fits(self.waiting[0], self._room()):
+            head = self.waiting[0]
+            if self.running and not head.demand.fits(self._room(), self.cache, head.salt):
                 return
-            if any(moving.concerns(self.waiting[0]) for moving in self._returning):
+            if any(moving.concerns(head) for moving in self._returning):
                 # It would compute what is about to be here. That comes without waiting for any prompt.
                 return
             self._start(self.waiting.pop(0))
 
     def _room(self) -> int:
         """Pages that can be had and are not promised to running prompts."""
-        promised = sum(max(0, self._peak(other) - other.held) for other in self.running if not other.decoding)
+        promised = sum(max(0, other.demand.peak - other.held) for other in self.running if not other.decoding)
         return self.pool.num_free + self.cache.evictable() - promised
 
     def _start(self, job: Job) -> None:
@@ -272,7 +241,8 @@ class Scheduler:
     def requeue(self, job: Job) -> None:
         """Queue a job that was retracted, here or on another side, in its old place."""
         # What it has generated since is computed again, as a part of the prompt.
-        job.peak, job.peak_beside = None, (-1, 0)
+        logits_at = () if job.decoding else job.logits_at
+        job.demand = Demand(job.timeline, self.config.reposition, self.window, logits_at)
         bisect.insort(self.waiting, job, key=lambda j: j.arrival)
 
     def receive(self, job: Job, held: ActiveSet, most: int) -> Moving | None:
@@ -282,7 +252,6 @@ class Scheduler:
         The new job is moving until `filled`. What this side's cache has just where it is read is leased and need not
         come.
         """
-        peak = len(held) + 1
         full = len(self.running) >= self.config.max_running_requests
         if self.running and (full or self._overcommitted or not self._takes(job, held)):
             return None
@@ -294,7 +263,8 @@ class Scheduler:
         target = replace(source, pages=self._allocate(len(source)))
         sequence = Sequence(job.timeline, match, window=self.window, mode=self.config.reposition, coming=target)
         assert sequence.compute.tolist() == [job.timeline.count - 1], "only the last token is left to compute"
-        new = Job(job.job_id, job.arrival, job.timeline, job.salt, (), peak, sequence=sequence, decoding=True)
+        demand = Demand(job.timeline, self.config.reposition, self.window)
+        new = Job(job.job_id, job.arrival, job.timeline, job.salt, (), demand, sequence, decoding=True)
         new.hold, new.last_served = "moving", self._steps - 1
         self.running.append(new)
         return Moving(new, source, target)

@@ -31,7 +31,7 @@ from akv_jax.runtime.runner import Runner
 from benchmarks.local_server import serving
 from benchmarks.recorder import Recorder
 from benchmarks.replay import Outcome, RollingDrop, replay
-from benchmarks.report import machine, write_json
+from benchmarks.report import add_common_flags, machine, write_json
 from benchmarks.simulate import Conversation, simulate
 from benchmarks.trajectories import Trajectory, recorded, synthetic
 
@@ -180,9 +180,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--think", type=float, default=0.0, help="mean seconds between an answer and the next turn (%(default)s)")
     add("--seed", type=int, default=0, help="of the synthetic runs (%(default)s)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--model", type=Path, help="GGUF file or Hugging Face directory (default: the embedded model)")
-    add("--cache-dir", type=Path, default=Path.home() / ".cache" / "akv-jax")
-    add("--json", type=Path, help="also write the numbers here")
+    add_common_flags(parser)
     return parser
 
 

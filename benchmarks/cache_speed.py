@@ -17,7 +17,6 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,7 +30,7 @@ from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel, load_model
 from benchmarks.local_server import Answer, ask_now, serving
 from benchmarks.planning import PageCosts, page_costs, plan_and_match
-from benchmarks.report import machine, write_json
+from benchmarks.report import add_common_flags, machine, write_json
 from benchmarks.trajectories import prose
 
 #: Tokens around the text of one message; roughly, for the lengths below are round numbers anyhow.
@@ -228,9 +227,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--pages", type=int, default=12_000, help="pages of the server's pool (%(default)s)")
     add("--chunk", type=int, default=256)
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--model", type=Path, help="GGUF file or Hugging Face directory (default: the embedded model)")
-    add("--cache-dir", type=Path, default=Path.home() / ".cache" / "akv-jax")
-    add("--json", type=Path, help="also write the numbers here")
+    add_common_flags(parser)
     return parser
 
 

@@ -33,7 +33,7 @@ from akv_jax.engine import Engine
 from akv_jax.models.load import LoadedModel, load_model
 from akv_jax.request import Request, Sampling
 from akv_jax.runtime.runner import default_dtype
-from benchmarks.report import machine, write_json
+from benchmarks.report import add_common_flags, machine, write_json
 from benchmarks.started_server import ServerTimes, server_times
 from benchmarks.transformers_model import llama_in_transformers
 from spec.operations import Append
@@ -203,9 +203,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--chunk", type=int, default=256)
     add("--runs", type=int, default=3)
     add("--steps", type=int, default=20, help="decode steps a run")
-    add("--model", type=Path, help="GGUF file or Hugging Face directory (default: the embedded model)")
-    add("--cache-dir", type=Path, default=Path.home() / ".cache" / "akv-jax")
-    add("--json", type=Path, help="also write the numbers here")
+    add_common_flags(parser)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -24,6 +25,14 @@ def machine() -> str:
     except OSError:
         pass
     return f"{name}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """What is measured, and where to write it."""
+    add = parser.add_argument
+    add("--model", type=Path, help="GGUF file or Hugging Face directory (default: the embedded model)")
+    add("--cache-dir", type=Path, default=Path.home() / ".cache" / "akv-jax")
+    add("--json", type=Path, help="also write the numbers here")
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -36,24 +36,14 @@ def test_the_flag() -> None:
             argument_parser().parse_args(["--disaggregation", text])
 
 
-def conformance(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "spec/test_conformance.py"]
-    split = ["--disaggregation", "prefill=4,decode=4"]
-    ran = subprocess.run([*command, *split, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=3000)
-    assert ran.returncode == 0, ran.stdout[-4000:]
-
-
-@pytest.mark.long
-def test_conformance() -> None:
-    """R2, R5: the same histories and tolerances as on one device; one variety. `make test` has next turns instead
-    (`spec/test_conformance_next_turns.py`)."""
-    conformance("-k", "test_engine and half-on_read", "-m", "not long")
-
-
 @pytest.mark.long
 def test_conformance_of_every_variety() -> None:
-    """The same, all of it."""
-    conformance("-m", "not long")
+    """R2, R5: the same histories and tolerances as on one device. `make test` has next turns instead
+    (`spec/test_conformance_next_turns.py`)."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "spec/test_conformance.py"]
+    options = ["--disaggregation", "prefill=4,decode=4", "-m", "not long"]
+    ran = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=3000)
+    assert ran.returncode == 0, ran.stdout[-4000:]
 
 
 def test_a_server_over_two_meshes(tiny_directory: Path, tmp_path: Path) -> None:

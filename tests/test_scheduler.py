@@ -349,10 +349,10 @@ def test_a_retracted_request_waits_for_what_it_needs_by_now() -> None:
     simulation = Simulation(num_pages=40, chunked_prefill_size=32)
     scheduler = simulation.scheduler
     grown = simulation.submit((Append((1,) * 20),), 15).job
-    assert not scheduler._fits(grown, 19) and scheduler._fits(grown, 20)
+    assert not grown.demand.fits(19, scheduler.cache, "") and grown.demand.fits(20, scheduler.cache, "")
     for token in range(10):
         grown.timeline.append(token)
     grown.decoding = True
     scheduler.waiting.remove(grown)
     scheduler.requeue(grown)
-    assert not scheduler._fits(grown, 29) and scheduler._fits(grown, 30)
+    assert not grown.demand.fits(29, scheduler.cache, "") and grown.demand.fits(30, scheduler.cache, "")

@@ -6,8 +6,56 @@ from bisect import bisect_right
 
 import numpy as np
 
+from akv_jax.cache.base import KVCache
 from akv_jax.config import RepositionMode
+from akv_jax.planning.restore import compute_set
 from akv_jax.planning.visibility import NEVER, Timeline
+
+
+class Demand:
+    """Pages that a request needs at one moment before its next sampled token (DESIGN A7).
+
+    Working that out is slow beside all other planning, so it is done once somebody has to know: a pool is mostly larger
+    than any bound. What the history appends later does not count.
+    """
+
+    def __init__(
+        self, timeline: Timeline, mode: RepositionMode, window: int | None = None, logits_at: tuple[int, ...] = ()
+    ) -> None:
+        """As `Sequence` has them."""
+        self._timeline, self._mode, self._window, self._logits_at = timeline, mode, window, logits_at
+        self._used: np.ndarray | None = None
+        self._peak: int | None = None
+        #: The peak beside others' leases, and the cache's `lease_changes` when it was worked out.
+        self._beside = (-1, 0)
+
+    @property
+    def peak(self) -> int:
+        """The number itself, computed from nothing."""
+        if self._peak is None:
+            self._peak = peak_pages(self._timeline, self._computed(), self._mode)
+        return self._peak
+
+    def exceeds(self, pages: int) -> bool:
+        return most_pages(self._timeline, self._mode) > pages and self.peak > pages
+
+    def fits(self, room: int, cache: KVCache, salt: str) -> bool:
+        """Whether `room` is enough beside what others lease of the same history, which it then leases too."""
+        if not self.exceeds(room):
+            return True
+        if self._beside[0] != cache.lease_changes:
+            others = cache.leased_births(self._timeline, salt)
+            self._beside = cache.lease_changes, peak_pages(self._timeline, self._computed(), self._mode, others)
+        return self._beside[1] <= room
+
+    def _computed(self) -> np.ndarray:
+        """Bool [T]: the tokens that are computed where nothing is at hand."""
+        if self._used is None:
+            nothing = np.zeros(self._timeline.count, bool)
+            wanted = np.array([*self._logits_at, self._timeline.count - 1])
+            self._used = nothing.copy()
+            self._used[compute_set(self._timeline, nothing, wanted, self._window)] = True
+        return self._used
 
 
 def most_pages(timeline: Timeline, mode: RepositionMode) -> int:

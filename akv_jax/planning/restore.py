@@ -34,10 +34,17 @@ def first_query(timeline: Timeline, missing: np.ndarray, looked_at: int) -> int:
     dropped, first = timeline.dropped[: timeline.count], looked_at
     needed = missing & (dropped == NEVER)
     first = min(first, int(needed.argmax())) if needed.any() else first
-    # What that query reads is computed before it.
-    while (needed := missing[:first] & (dropped[:first] > timeline.epoch_of(first))).any():
-        first = int(needed.argmax())
-    return first
+    # What a query reads is computed before it: from epoch to epoch backwards, the first one to compute is any that has
+    # something missing which was still active in the first so far.
+    bounds = np.array([*timeline.starts, timeline.count])
+    epochs = np.flatnonzero(np.diff(bounds))
+    last_active = np.maximum.reduceat(np.where(missing, dropped, -1), bounds[epochs])
+    reader = timeline.epoch_of(first)
+    for epoch, last in zip(reversed(epochs.tolist()), reversed(last_active.tolist()), strict=True):
+        if epoch < reader < last:
+            reader = epoch
+    own = missing[timeline.starts[reader] : min(timeline.stop(reader), first)]
+    return timeline.starts[reader] + int(own.argmax()) if own.any() else first
 
 
 def _close(timeline: Timeline, missing: np.ndarray, needed: np.ndarray) -> None:

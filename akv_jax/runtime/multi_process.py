@@ -123,7 +123,7 @@ class Followers:
             try:
                 connected, _ = self._listener.accept()
             except OSError as error:
-                if self._closing:
+                if self._closing or self._listener.fileno() < 0:
                     return
                 _log.warning("the nodes' port could not accept a connection", reason=str(error))
                 time.sleep(_RETRY_SECONDS)
