@@ -16,14 +16,15 @@ class Demand:
     """Pages that a request needs at one moment before its next sampled token (DESIGN A7).
 
     Working that out is slow beside all other planning, so it is done once somebody has to know: a pool is mostly larger
-    than any bound. What the history appends later does not count.
+    than any bound. It is of the history as it stands; once that has gone on, another one is made.
     """
 
     def __init__(
         self, timeline: Timeline, mode: RepositionMode, window: int | None = None, logits_at: tuple[int, ...] = ()
     ) -> None:
         """As `Sequence` has them."""
-        self._timeline, self._mode, self._window, self._logits_at = timeline, mode, window, logits_at
+        self._timeline, self._window, self._logits_at = timeline, window, logits_at
+        self._mode: RepositionMode = mode
         self._used: np.ndarray | None = None
         self._peak: int | None = None
         #: The peak beside others' leases, and the cache's `lease_changes` when it was worked out.
