@@ -39,7 +39,7 @@ def test_the_flag() -> None:
 @pytest.mark.long
 def test_conformance_of_every_variety() -> None:
     """R2, R5: the same histories and tolerances as on one device. `make test` has next turns instead
-    (`spec/test_conformance_next_turns.py`)."""
+    (`tests/test_conformance_next_turns.py`)."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "spec/test_conformance.py"]
     options = ["--disaggregation", "prefill=4,decode=4", "-m", "not long"]
     ran = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=3000)

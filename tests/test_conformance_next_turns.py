@@ -1,9 +1,9 @@
-"""The next turn against this specification: what is found, restored and moved back counts as computed anew.
+"""The next turn against the specification: what is found, restored and moved back counts as computed anew.
 
-`test_conformance.py` keeps nothing between requests. Here the radix cache is on, with the real runner on one device, or
-on four that compute prompts and four that generate (DESIGN R5): conversations that begin alike are served together, and
-then again with what was said, edits and more tokens, in pools that may not hold them all. Every logit that is asked
-for, and those of all that is generated, within the tolerance of `test_conformance.py`; C7 after every step.
+`spec/test_conformance.py` keeps nothing between requests. Here the radix cache is on, with the real runner on one
+device, or on four that compute prompts and four that generate (DESIGN R5): conversations that begin alike are served
+together, and then again with what was said, edits and more tokens, in pools that may not hold them all. Every logit
+that is asked for, and those of all that is generated, within the tolerance there; C7 after every step.
 """
 
 from __future__ import annotations
@@ -143,17 +143,15 @@ def _warm(case: Case) -> TinyEngine:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_next_turns(engines, record_property, case: Case) -> None:
-    """The random conversations; `record_property` makes it a law (see conftest.py)."""
-    record_property("law", "R2, R5: the engine computes what the spec says, whatever it still has of earlier turns")
+def test_next_turns(engines, case: Case) -> None:
+    """R2, R5: the engine computes what the spec says, whatever it still has of earlier turns."""
     _conforms(engines[case].result(), case, EXAMPLES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", LONG_CASES, ids=str)
-def test_next_turns_long(engines, record_property, case: Case) -> None:
+def test_next_turns_long(engines, case: Case) -> None:
     """Many more of them."""
-    record_property("law", "R2, R5: the engine computes what the spec says, whatever it still has of earlier turns")
     _conforms(engines[case].result(), case, LONG_EXAMPLES)
 
 
