@@ -44,3 +44,15 @@ def llama_in_transformers(model: LoadedModel, dtype: str = "float32") -> Any:
     # It was made without values, and a checkpoint has none for it.
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
     return theirs.eval()
+
+
+def random_cache(theirs: Any, batch: int, length: int) -> Any:
+    """A `DynamicCache` of `length` tokens of random K and V for each of `batch` sequences, of the model's dtype."""
+    import torch
+    import transformers
+
+    config, cache = theirs.config, transformers.DynamicCache(config=theirs.config)
+    shape = batch, config.num_key_value_heads, length, config.head_dim
+    for layer in range(config.num_hidden_layers):
+        cache.update(*(torch.randn(shape, dtype=theirs.dtype) for _ in "kv"), layer)
+    return cache

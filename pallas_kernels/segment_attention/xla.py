@@ -8,7 +8,7 @@ without shifts is walked by the code that `shifts=False` has (DESIGN C8).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from pallas_kernels.segment_attention.api import LIST_PADDING, Attention, Lists,
 
 #: Entries of a page list read at once.
 BLOCK = LIST_PADDING
+#: Blocks of a single query's list that are folded in together: their dots do not wait for one another.
+TOGETHER = 4
 _LOWEST = -1e30
 
 
@@ -114,13 +116,18 @@ def _attend(
     whole = lists.shared[task] // BLOCK if attention.window is None else 0
 
     def walk(start: Array | int, stop: Array | int, masked: bool, shifted: bool, states: list[_Softmax]) -> Any:
-        step = functools.partial(_block, queries, position, first, length, single, masked, shifted, inputs, attention)
-        return lax.fori_loop(start, stop, step, states)
+        step = functools.partial(_blocks, queries, position, first, length, single, masked, shifted, inputs, attention)
+        return lax.fori_loop(start, stop, lambda block, states: step((block,), states), states)
 
     def plain(states: list[_Softmax]) -> list[_Softmax]:
         if not single:
-            states = walk(0, whole, False, False, states)
-        return walk(0 if single else whole, blocks, True, False, states)
+            return walk(whole, blocks, True, False, walk(0, whole, False, False, states))
+        if attention.window is not None:
+            return walk(0, blocks, True, False, states)
+        step = functools.partial(_blocks, queries, position, first, length, True, True, False, inputs, attention)
+        groups = blocks // TOGETHER
+        several = lambda group, states: step([group * TOGETHER + i for i in range(TOGETHER)], states)  # noqa: E731
+        return walk(groups * TOGETHER, blocks, True, False, lax.fori_loop(0, groups, several, states))
 
     if attention.shifts:
         # Decided once a list: one without shifts runs what it would run if there could be none.
@@ -143,7 +150,7 @@ def _start(query: Array, sink: Array | None) -> _Softmax:
     return _Softmax(sink.astype(jnp.float32), jnp.ones(query.shape[:1]), values)
 
 
-def _block(
+def _blocks(
     queries: list[Array],
     position: Array,
     first: Array,
@@ -153,87 +160,99 @@ def _block(
     shifted: bool,
     inputs: _Inputs,
     attention: Attention,
-    index: Array,
+    indices: Sequence[Array],
     states: list[_Softmax],
 ) -> list[_Softmax]:
-    """Fold block `index` of the task's page list into the running softmax; not `masked` if every query reads it all."""
-    start = first + index * BLOCK
-    present = index * BLOCK + jnp.arange(BLOCK) < length
-    pages = lax.dynamic_slice_in_dim(inputs.batch.pages, start, BLOCK)
-    positions = lax.dynamic_slice_in_dim(inputs.batch.positions, start, BLOCK)
-    if masked:
-        pages = jnp.where(present, pages, 0)
+    """Fold these blocks of the task's page list into the running softmax; not `masked` if every query reads all of one.
 
-    def fold() -> list[_Softmax]:
-        keys, values = _load(inputs.k_pool, pages, queries[0].dtype), _load(inputs.v_pool, pages, queries[0].dtype)
-        turned = queries
-        if shifted:
-            shifts = lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK)
-            turned, keys = _turn(queries, keys, jnp.where(present, shifts, shifts[0]), single, inputs, attention)
+    Several of them only where there is a single query and no window.
+    """
+    parts, newest = [], jnp.int32(-1)
+    for index in indices:
+        start = first + index * BLOCK
+        present = index * BLOCK + jnp.arange(BLOCK) < length
+        positions = lax.dynamic_slice_in_dim(inputs.batch.positions, start, BLOCK)
         seen = None
         if masked:
             distance = position[:, None] - positions[None, :]
             seen = present[None, :] & (distance >= 0)
             if attention.window is not None:
                 seen &= distance < attention.window
-        return _fold(turned, keys, values, seen, states, single, attention)
+                newest = jnp.max(jnp.where(present, positions, -1))
+        parts.append((start, present, seen))
+
+    def fold() -> list[_Softmax]:
+        turned, blocks = queries, []
+        for start, present, seen in parts:
+            pages = lax.dynamic_slice_in_dim(inputs.batch.pages, start, BLOCK)
+            pages = jnp.where(present, pages, 0) if masked else pages
+            keys, values = (_load(pool, pages, queries[0].dtype) for pool in (inputs.k_pool, inputs.v_pool))
+            if shifted:
+                shifts = lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK)
+                shifts = jnp.where(present, shifts, shifts[0])
+                turned, keys = _turn(queries, keys, shifts, single, inputs, attention)
+            blocks.append((keys, values, seen))
+        return _fold(turned, blocks, states, single, attention)
 
     if attention.window is None:
         return fold()
-    newest = jnp.max(jnp.where(present, positions, -1))
     return lax.cond(position[0] - newest < attention.window, fold, lambda: states)
 
 
 def _fold(
     queries: list[Array],
-    keys: Array,
-    values: Array,
-    seen: Array | None,
+    blocks: list[tuple[Array, Array, Array | None]],
     states: list[_Softmax],
     single: bool,
     attention: Attention,
 ) -> list[_Softmax]:
-    """Keys and values [BLOCK, G*E]; `seen` bool [M, BLOCK] hides some from some."""
-    width = keys.shape[1] // len(queries)
+    """Blocks of keys and values [BLOCK, G*E]; the third, bool [M, BLOCK], hides some from some."""
+    width = blocks[0][0].shape[1] // len(queries)
     parts = [slice(i * width, (i + 1) * width) for i in range(len(queries))]
     if not single:
+        ((keys, values, seen),) = blocks
         weighted = lambda part: lambda weights: dot(weights, values[:, part], 0)  # noqa: E731
         return [
-            _soften(dot(query, keys[:, part], 1), seen, weighted(part), state, values.dtype, attention)
+            _soften([(dot(query, keys[:, part], 1), seen, weighted(part))], state, values.dtype, attention)
             for query, part, state in zip(queries, parts, states, strict=True)
         ]
+
     # The few queries are turned around for the dot rather than the keys, and the softmax is one of all heads.
-    scores = jnp.concatenate([dot(keys[:, part], query, 1) for query, part in zip(queries, parts, strict=True)], axis=1)
+    def scored(keys: Array) -> Array:
+        of_heads = [dot(keys[:, part], query, 1) for query, part in zip(queries, parts, strict=True)]
+        return jnp.concatenate(of_heads, axis=1).T
 
-    def all_weighted(weights: Array) -> Array:
-        of_heads = jnp.split(weights, len(queries))
-        return jnp.concatenate([dot(w, values[:, part], 0) for w, part in zip(of_heads, parts, strict=True)])
+    def weighted_by(values: Array) -> Callable[[Array], Array]:
+        def all_weighted(weights: Array) -> Array:
+            of_heads = jnp.split(weights, len(queries))
+            return jnp.concatenate([dot(w, values[:, part], 0) for w, part in zip(of_heads, parts, strict=True)])
 
-    return [_soften(scores.T, seen, all_weighted, states[0], values.dtype, attention)]
+        return all_weighted
+
+    scores = [(scored(keys), seen, weighted_by(values)) for keys, values, seen in blocks]
+    return [_soften(scores, states[0], blocks[0][1].dtype, attention)]
 
 
 def _soften(
-    scores: Array,
-    seen: Array | None,
-    weighted: Callable[[Array], Array],
+    blocks: list[tuple[Array, Array | None, Callable[[Array], Array]]],
     state: _Softmax,
     dtype: jnp.dtype,
     attention: Attention,
 ) -> _Softmax:
-    """The state after scores [M, BLOCK], where `weighted` sums a block's values by weights [M, BLOCK]."""
-    if attention.softcap is not None:
-        scores = attention.softcap * jnp.tanh(scores / attention.softcap)
-    if seen is not None:
+    """The state after blocks: scores [M, BLOCK], what is seen of them, and what sums its values by such weights."""
+    all_scores = []
+    for scores, seen, _ in blocks:
+        if attention.softcap is not None:
+            scores = attention.softcap * jnp.tanh(scores / attention.softcap)
         # So far below any maximum that it counts nothing, even where a query has seen no key yet.
-        scores = jnp.where(seen, scores, 2 * _LOWEST)
-    top = jnp.maximum(state.top, scores.max(axis=1))
-    weights = jnp.exp(scores - top[:, None])
+        all_scores.append(scores if seen is None else jnp.where(seen, scores, 2 * _LOWEST))
+    top = functools.reduce(jnp.maximum, [state.top, *(scores.max(axis=1) for scores in all_scores)])
     keep = jnp.exp(state.top - top)
-    return _Softmax(
-        top,
-        state.total * keep + weights.sum(axis=1),
-        state.values * keep[:, None] + weighted(weights.astype(dtype)),
-    )
+    total, values = state.total * keep, state.values * keep[:, None]
+    for scores, (_, _, weighted) in zip(all_scores, blocks, strict=True):
+        weights = jnp.exp(scores - top[:, None])
+        total, values = total + weights.sum(axis=1), values + weighted(weights.astype(dtype))
+    return _Softmax(top, total, values)
 
 
 def _turn(
