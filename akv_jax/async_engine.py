@@ -22,6 +22,7 @@ from akv_jax.request import Output, Request
 from akv_jax.runtime.placement import Placement
 from akv_jax.runtime.runner import Progress
 from akv_jax.stats import EngineStats
+from akv_jax.works import compile_history
 
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
@@ -152,7 +153,9 @@ class AsyncEngine:
         subscriber = _Subscriber()
         self._subscribers[request.request_id] = subscriber
         try:
-            await self._call(lambda engine: engine.submit(request))
+            # A long history takes milliseconds, and an absurd one seconds: not between two steps of others.
+            timeline = await asyncio.to_thread(compile_history, request, self.model.config)
+            await self._call(lambda engine: engine.submit(request, timeline))
             while True:
                 output = await subscriber.outputs.get()
                 if output.error is not None:

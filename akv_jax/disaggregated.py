@@ -96,7 +96,7 @@ class DisaggregatedEngine:
         for link in (self._to_decode, self._to_prefill):
             link.warm_up()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, timeline: Timeline | None = None) -> None:
         def queue(timeline: Timeline, limit: int) -> Job:
             # A request of one token never gets to the decode side.
             if limit > 1 and timeline.active > self.decode.config.num_pages:
@@ -107,7 +107,7 @@ class DisaggregatedEngine:
                 )
             return self.prefill.scheduler.submit(request.request_id, timeline, request.cache_salt, request.logits_at)
 
-        self._works.accept(request, queue)
+        self._works.accept(request, queue, timeline)
 
     def abort(self, request_id: str) -> None:
         """What a step or a transfer is busy with ends after that; the client is told no more from now on."""

@@ -30,8 +30,8 @@ class ServingEngine(Protocol):
         """Compile everything; nothing compiles afterwards (DESIGN R3)."""
         ...
 
-    def submit(self, request: Request) -> None:
-        """Accept a request. RequestError if it can never run, or not now."""
+    def submit(self, request: Request, timeline: Timeline | None = None) -> None:
+        """Accept a request. RequestError if it can never run, or not now. `timeline`: see `Works.accept`."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -116,11 +116,11 @@ class Engine:
     def warm_up(self, progress: Progress = lambda *_: None) -> None:
         self._device.warm_up(progress)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, timeline: Timeline | None = None) -> None:
         def queue(timeline: Timeline, limit: int) -> Job:
             return self.scheduler.submit(request.request_id, timeline, request.cache_salt, request.logits_at)
 
-        self._works.accept(request, queue)
+        self._works.accept(request, queue, timeline)
 
     def abort(self, request_id: str) -> None:
         job = self._works.abort(request_id)

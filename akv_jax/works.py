@@ -55,11 +55,14 @@ class Works:
         """Of all requests, the oldest first."""
         return list(self._works)
 
-    def accept(self, request: Request, queue: Queue) -> None:
-        """Take a request in, once `queue` has. RequestError if it can never run, or not now."""
+    def accept(self, request: Request, queue: Queue, timeline: Timeline | None = None) -> None:
+        """Take a request in, once `queue` has. RequestError if it can never run, or not now.
+
+        `timeline` is what `compile_history` makes of it, if somebody has done that already.
+        """
         if request.request_id in self._works:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        timeline = _timeline(request, self._model.config)
+        timeline = compile_history(request, self._model.config) if timeline is None else timeline
         room = self._room(timeline)
         seed = next(s for s in (request.sampling.seed, self._config.seed, secrets.randbits(63)) if s is not None)
         generation = new_generation(
@@ -193,7 +196,8 @@ class Works:
         return replace(output, usage=replace(work.usage, completion_tokens=len(work.generation.tokens)))
 
 
-def _timeline(request: Request, model: ModelConfig) -> Timeline:
+def compile_history(request: Request, model: ModelConfig) -> Timeline:
+    """Its operations as arrays. RequestError if they are no history, or not one of this model's tokens."""
     try:
         timeline = Timeline(request.operations)
     except ValueError as error:

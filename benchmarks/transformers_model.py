@@ -54,5 +54,6 @@ def random_cache(theirs: Any, batch: int, length: int) -> Any:
     config, cache = theirs.config, transformers.DynamicCache(config=theirs.config)
     shape = batch, config.num_key_value_heads, length, config.head_dim
     for layer in range(config.num_hidden_layers):
-        cache.update(*(torch.randn(shape, dtype=theirs.dtype) for _ in "kv"), layer)
+        k, v = (torch.randn(shape, dtype=theirs.dtype) for _ in "kv")
+        cache.update(k, v, layer)
     return cache
