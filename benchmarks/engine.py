@@ -2,7 +2,7 @@
 
 Measured in turn, so that a drift of the machine's speed meets both: prefill of 512, 2,048 and 6,000 tokens, decode at
 batch 1, 4, 8 and 16 with a context of 1,000. The engine runs as it serves: scheduler, planner, page pool, sampler.
-Medians; the ratios are what to quote, with the machine.
+transformers decodes from a cache of random numbers. Medians; the ratios are what to quote, with the machine.
 
 Before that the server, in a process of its own: from its start until it is ready and to its first token, compiled
 programs absent and present; then the time to first token of a short prompt, streamed; and its resident memory.
@@ -116,8 +116,12 @@ class TransformersSide:
         return time.perf_counter() - start
 
     def decode(self, prompts: list[np.ndarray], steps: int) -> float:
-        """Median seconds of a step of the whole batch. What is in the cache is of no account: random numbers."""
-        torch, token = self._torch, self._torch.tensor(np.stack(prompts))[:, -1:]
+        """Median seconds of a step of the whole batch.
+
+        The cache holds random numbers: a step takes as long whatever is in it, and computing 16 prompts takes minutes.
+        """
+        torch = self._torch
+        token = torch.tensor(np.stack(prompts))[:, -1:]
         with torch.inference_mode():
             cache = random_cache(self._model, len(prompts), len(prompts[0]))
             times = []
@@ -146,7 +150,7 @@ def compare(model: LoadedModel, dtype: str, arguments: argparse.Namespace) -> di
     random, largest = np.random.default_rng(0), min(40_000, model.config.vocab_size)
     rows: dict[str, dict[str, float]] = {}
     for side in sides.values():
-        # What a first call makes is made.
+        # Compiles and allocates, untimed.
         side.prefill(random.integers(10, largest, arguments.chunk))
     for length in arguments.prefills:
         prompt = random.integers(10, largest, length)

@@ -47,13 +47,13 @@ def llama_in_transformers(model: LoadedModel, dtype: str = "float32") -> Any:
 
 
 def random_cache(theirs: Any, batch: int, length: int) -> Any:
-    """A `DynamicCache` of `length` tokens of random K and V for each of `batch` sequences, of the model's dtype."""
+    """A `DynamicCache` of random K and V [batch, KV heads, length, head_dim] of every layer, of the model's dtype."""
     import torch
     import transformers
 
     config, cache = theirs.config, transformers.DynamicCache(config=theirs.config)
     shape = batch, config.num_key_value_heads, length, config.head_dim
     for layer in range(config.num_hidden_layers):
-        k, v = (torch.randn(shape, dtype=theirs.dtype) for _ in "kv")
+        k, v = torch.randn(2, *shape, dtype=theirs.dtype)
         cache.update(k, v, layer)
     return cache

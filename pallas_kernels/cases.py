@@ -85,7 +85,7 @@ _ENTRIES, _PAGES = 2600, 4000
 _MIXED = (Segment(300, 90), Segment(1, 1), Segment(40, 3), Segment(700, 1), Segment(64, 64), Segment(257, 33))
 _SMALL = (Segment(70, 40), Segment(30, 1), Segment(9, 9))
 _UNLISTED = (Segment(0, 1, listed=False), Segment(0, 40, listed=False), Segment(300, 20, listed=False), Segment(9, 9))
-_ROWS = tuple(Segment(entries, 1) for entries in (1, 2, 255, 256, 257, 512, 600))
+_ROWS = tuple(Segment(entries, 1) for entries in (1, 2, 255, 256, 257, 769, 1025))
 
 
 def cases() -> dict[str, Case]:
@@ -171,6 +171,7 @@ def _dtypes() -> dict[str, Case]:
         "bfloat16": Case(_MIXED, kind="bfloat16", shifted=0.3),
         "bits": Case(_MIXED, kind="bits", shifted=0.3),
         "bits_of_smollm2": Case(_SMALL, kind="bits", num_heads=9, num_kv_heads=3, shifted=0.3, core=True),
+        "rows_of_bits": Case(_ROWS, kind="bits", softcap=5.0, sinks=True, core=True),
         "bits_head_96": Case(_SMALL, kind="bits", head_dim=96, sinks=True),
     }
 

@@ -100,8 +100,10 @@ def _comes_out_right(
         for piece in [Append((t,)) for t in operation.tokens] if isinstance(operation, Append) else [operation]:
             clean, state = apply(clean, piece, model), apply(state, piece, model)
             if isinstance(piece, Append):
-                whole = computed if np.isfinite(state.trajectory[-1].logits).all() else frozenset[int]()
-                entry = _after_its_append(clean.active[-1], state.active[-1], resident, whole)
+                logits = state.trajectory[-1].logits
+                assert logits is not None
+                possible = computed if np.isfinite(logits).all() else frozenset[int]()
+                entry = _after_its_append(clean.active[-1], state.active[-1], resident, possible)
                 state = State((*state.active[:-1], entry), state.n, state.trajectory)
     right_kv = all(
         np.allclose(entry.v, correct.v, atol=1e-9) and np.allclose(entry.k, correct.k, atol=1e-9)

@@ -1,8 +1,8 @@
 """Segment-batch attention in plain XLA: loops over tasks and blocks of pages with traced trip counts (DESIGN R3).
 
-Softmax is taken online, block by block, so neither a mask nor a score matrix of the whole length ever exists. A block
-is one dot a KV head, with the query heads that share it stacked, of one query or of all queries of a tile. A list
-without shifts is walked by the code that `shifts=False` has (DESIGN C8).
+Softmax is taken online, a block or four at a time, so neither a mask nor a score matrix of the whole length ever
+exists. A block is one dot a KV head, with the query heads that share it stacked, of one query or of all queries of a
+tile. A list without shifts is walked by the code that `shifts=False` has (DESIGN C8).
 """
 
 from __future__ import annotations
@@ -111,29 +111,30 @@ def _attend(
     states = [_start(query, sink) for query, sink in zip(queries, sinks, strict=True)]
     if single:
         states = [_Softmax(*(jnp.concatenate(parts) for parts in zip(*states, strict=True)))]
-    blocks = (length + BLOCK - 1) // BLOCK
+    count = (length + BLOCK - 1) // BLOCK
     # Blocks that every query reads all of need no mask: most of a long list. One query's mask costs nothing.
     whole = lists.shared[task] // BLOCK if attention.window is None else 0
 
-    def walk(start: Array | int, stop: Array | int, masked: bool, shifted: bool, states: list[_Softmax]) -> Any:
+    def walk(
+        start: Array | int, stop: Array | int, masked: bool, shifted: bool, states: list[_Softmax], together: int = 1
+    ) -> Any:
         step = functools.partial(_blocks, queries, position, first, length, single, masked, shifted, inputs, attention)
-        return lax.fori_loop(start, stop, lambda block, states: step((block,), states), states)
+        several = lambda i, states: step([i * together + j for j in range(together)], states)  # noqa: E731
+        return lax.fori_loop(start, stop, several, states)
 
     def plain(states: list[_Softmax]) -> list[_Softmax]:
         if not single:
-            return walk(whole, blocks, True, False, walk(0, whole, False, False, states))
+            return walk(whole, count, True, False, walk(0, whole, False, False, states))
         if attention.window is not None:
-            return walk(0, blocks, True, False, states)
-        step = functools.partial(_blocks, queries, position, first, length, True, True, False, inputs, attention)
-        groups = blocks // TOGETHER
-        several = lambda group, states: step([group * TOGETHER + i for i in range(TOGETHER)], states)  # noqa: E731
-        return walk(groups * TOGETHER, blocks, True, False, lax.fori_loop(0, groups, several, states))
+            return walk(0, count, True, False, states)
+        groups = count // TOGETHER
+        return walk(groups * TOGETHER, count, True, False, walk(0, groups, True, False, states, TOGETHER))
 
     if attention.shifts:
         # Decided once a list: one without shifts runs what it would run if there could be none.
         one_run = inputs.batch.run_stops[first] >= first + length
         unshifted = (inputs.batch.shifts[first] == 0) & one_run
-        states = lax.cond(unshifted, plain, functools.partial(walk, 0, blocks, True, True), states)
+        states = lax.cond(unshifted, plain, functools.partial(walk, 0, count, True, True), states)
     else:
         states = plain(states)
     if single:
@@ -165,9 +166,10 @@ def _blocks(
 ) -> list[_Softmax]:
     """Fold these blocks of the task's page list into the running softmax; not `masked` if every query reads all of one.
 
-    Several of them only where there is a single query and no window.
+    Several of them only for a single query, without shifts or a window: a shifted block turns the query its own way,
+    and a window skips blocks one by one.
     """
-    parts, newest = [], jnp.int32(-1)
+    masks = []
     for index in indices:
         start = first + index * BLOCK
         present = index * BLOCK + jnp.arange(BLOCK) < length
@@ -178,12 +180,11 @@ def _blocks(
             seen = present[None, :] & (distance >= 0)
             if attention.window is not None:
                 seen &= distance < attention.window
-                newest = jnp.max(jnp.where(present, positions, -1))
-        parts.append((start, present, seen))
+        masks.append((start, present, positions, seen))
 
     def fold() -> list[_Softmax]:
-        turned, blocks = queries, []
-        for start, present, seen in parts:
+        turned, loaded = queries, []
+        for start, present, _, seen in masks:
             pages = lax.dynamic_slice_in_dim(inputs.batch.pages, start, BLOCK)
             pages = jnp.where(present, pages, 0) if masked else pages
             keys, values = (_load(pool, pages, queries[0].dtype) for pool in (inputs.k_pool, inputs.v_pool))
@@ -191,11 +192,13 @@ def _blocks(
                 shifts = lax.dynamic_slice_in_dim(inputs.batch.shifts, start, BLOCK)
                 shifts = jnp.where(present, shifts, shifts[0])
                 turned, keys = _turn(queries, keys, shifts, single, inputs, attention)
-            blocks.append((keys, values, seen))
-        return _fold(turned, blocks, states, single, attention)
+            loaded.append((keys, values, seen))
+        return _fold(turned, loaded, states, single, attention)
 
     if attention.window is None:
         return fold()
+    ((_, present, positions, _),) = masks
+    newest = jnp.max(jnp.where(present, positions, -1))
     return lax.cond(position[0] - newest < attention.window, fold, lambda: states)
 
 
@@ -208,29 +211,26 @@ def _fold(
 ) -> list[_Softmax]:
     """Blocks of keys and values [BLOCK, G*E]; the third, bool [M, BLOCK], hides some from some."""
     width = blocks[0][0].shape[1] // len(queries)
-    parts = [slice(i * width, (i + 1) * width) for i in range(len(queries))]
+    columns = [slice(i * width, (i + 1) * width) for i in range(len(queries))]
     if not single:
         ((keys, values, seen),) = blocks
-        weighted = lambda part: lambda weights: dot(weights, values[:, part], 0)  # noqa: E731
+        weighted = lambda own: lambda weights: dot(weights, values[:, own], 0)  # noqa: E731
         return [
-            _soften([(dot(query, keys[:, part], 1), seen, weighted(part))], state, values.dtype, attention)
-            for query, part, state in zip(queries, parts, states, strict=True)
+            _soften([(dot(query, keys[:, own], 1), seen, weighted(own))], state, values.dtype, attention)
+            for query, own, state in zip(queries, columns, states, strict=True)
         ]
 
     # The few queries are turned around for the dot rather than the keys, and the softmax is one of all heads.
     def scored(keys: Array) -> Array:
-        of_heads = [dot(keys[:, part], query, 1) for query, part in zip(queries, parts, strict=True)]
+        of_heads = [dot(keys[:, own], query, 1) for query, own in zip(queries, columns, strict=True)]
         return jnp.concatenate(of_heads, axis=1).T
 
-    def weighted_by(values: Array) -> Callable[[Array], Array]:
-        def all_weighted(weights: Array) -> Array:
-            of_heads = jnp.split(weights, len(queries))
-            return jnp.concatenate([dot(w, values[:, part], 0) for w, part in zip(of_heads, parts, strict=True)])
+    def summed(values: Array, weights: Array) -> Array:
+        of_heads = jnp.split(weights, len(queries))
+        return jnp.concatenate([dot(w, values[:, own], 0) for w, own in zip(of_heads, columns, strict=True)])
 
-        return all_weighted
-
-    scores = [(scored(keys), seen, weighted_by(values)) for keys, values, seen in blocks]
-    return [_soften(scores, states[0], blocks[0][1].dtype, attention)]
+    softened = [(scored(keys), seen, functools.partial(summed, values)) for keys, values, seen in blocks]
+    return [_soften(softened, states[0], blocks[0][1].dtype, attention)]
 
 
 def _soften(
