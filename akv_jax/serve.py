@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--disaggregation says how many devices each side has: leave out --tp")
     if arguments.model is not None and not os.path.exists(arguments.model):
         parser.error(f"--model: no such file or directory: {arguments.model}")
-    folder = _cache_folder(parser, arguments)
     nodes = nodes_of(parser, arguments)
+    folder = _cache_folder(parser, arguments)
     configure_process(arguments.log_level)
     environment, console = Environment.read(), Console(stderr=True)
     if nodes is not None and nodes.rank > 0:

@@ -27,7 +27,7 @@ from akv_jax.runtime.wire import MOST_BYTES, MOST_FROM_STRANGERS, Closed, Connec
 PROTOCOL = 1
 #: Seconds that a new connection has to say who it is.
 HELLO_SECONDS = 10.0
-#: Seconds that a step's failure may be ahead of the news that a follower has gone, which explains it.
+#: Seconds that a step's failure may be ahead of the news that a node has gone, which explains it.
 _NEWS_SECONDS = 3.0
 #: Seconds between two attempts to reach the leader.
 _RETRY_SECONDS = 0.5
@@ -247,6 +247,7 @@ def follow(connection: Connection, runner: Runner, gone: Callable[[NodeError], N
     `gone` is called, in a thread of its own, if the leader disappears: this one may be waiting for it in a step.
     """
     inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    losses: queue.SimpleQueue[NodeError] = queue.SimpleQueue()
 
     def listen() -> None:
         try:
@@ -256,7 +257,9 @@ def follow(connection: Connection, runner: Runner, gone: Callable[[NodeError], N
                 if message["kind"] == "stop":
                     return
         except Closed as error:
-            gone(NodeError(f"the leader has gone: {error}"))
+            loss = NodeError(f"the leader has gone: {error}")
+            losses.put(loss)
+            gone(loss)
 
     threading.Thread(target=listen, name="leader", daemon=True).start()
     while (message := inbox.get())["kind"] != "stop":
@@ -265,8 +268,14 @@ def follow(connection: Connection, runner: Runner, gone: Callable[[NodeError], N
             with _leader_gone():
                 connection.send("compiled")
         elif message["kind"] == "plan":
-            # What goes wrong in a step is to be known before the next.
-            jax.block_until_ready(runner.forward(unpack_plan(message["plan"])))
+            try:
+                # What goes wrong in a step is to be known before the next.
+                jax.block_until_ready(runner.forward(unpack_plan(message["plan"])))
+            except Exception:
+                # A step may notice first that the leader is no more, and does not say so.
+                with contextlib.suppress(queue.Empty):
+                    raise losses.get(timeout=_NEWS_SECONDS) from None
+                raise
         else:
             raise NodeError(f"the leader said {message['kind']!r}, which is nothing to do")
 

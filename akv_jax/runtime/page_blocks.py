@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from akv_jax.cache.pages import SCRATCH_PAGE
 from akv_jax.models.decoder import Pool
 from akv_jax.models.sharding import MODEL, NOTHING, POOL_SPEC, layout_of
-from akv_jax.runtime.placement import EVERYWHERE, Placement, compile_for
+from akv_jax.runtime.placement import Placement, compile_for
 
 #: Pages that are copied at once.
 BLOCK = 512
@@ -41,7 +41,7 @@ class PageBlocks:
 
     def bring(self, blocks: list[jax.Array]) -> list[jax.Array]:
         """Blocks from beside another runner's pool to beside this one's, once they are there."""
-        return jax.block_until_ready([jax.device_put(self._arranged(block), self._sharding) for block in blocks])
+        return jax.block_until_ready([self._beside(block) for block in blocks])
 
     def into(self, pool: Pool, pages: np.ndarray, blocks: list[jax.Array]) -> Pool:
         """The pool with these blocks in int32 [pages]; the one given is used up."""
@@ -56,18 +56,25 @@ class PageBlocks:
             numbers[: len(pages) - start] = pages[start : start + BLOCK]
             yield self._placement.everywhere(numbers)
 
-    def _arranged(self, block: jax.Array) -> jax.Array:
-        """A block with its slots in this runner's order, if the other one lies over a different number of devices."""
+    def _beside(self, block: jax.Array) -> jax.Array:
+        """A block of another runner's on this one's devices, with its slots in this one's order.
+
+        It is only copied. A computation on the other runner's devices, started from here, would come between the parts
+        of a step there, whose devices then wait for one another for ever.
+        """
         mine, where = self._placement.layout, block.sharding
         others = layout_of(mine.config, where.mesh.shape[MODEL] if isinstance(where, NamedSharding) else 1)
-        if others.kv_heads == mine.kv_heads:
-            return block
-        if isinstance(where, NamedSharding):
-            block = jax.device_put(block, NamedSharding(where.mesh, EVERYWHERE))
+        if others == mine:
+            return jax.device_put(block, self._sharding)
+        # Over a different number of devices the slots are others, and the host puts them in order.
+        rows = np.empty(block.shape, block.dtype)
+        for shard in block.addressable_shards:
+            rows[shard.index] = np.asarray(shard.data)
         # Empty slots are read by nobody who counts.
-        places = np.array([0 if head == NOTHING else others.kv_heads.index(head) for head in mine.kv_heads])
-        slots = block.reshape(*block.shape[:-1], others.slots, mine.config.head_dim)
-        return jnp.take(slots, places, axis=3).reshape(*block.shape[:-1], -1)
+        places = [0 if head == NOTHING else others.kv_heads.index(head) for head in mine.kv_heads]
+        slots = rows.reshape(*block.shape[:-1], others.slots, mine.config.head_dim)
+        arranged = slots[..., places, :].reshape(*block.shape[:-1], -1)
+        return jax.make_array_from_callback(arranged.shape, self._sharding, lambda index: arranged[index])
 
 
 def _gather(pool: Pool, pages: jax.Array) -> jax.Array:

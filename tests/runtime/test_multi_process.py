@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import msgpack
@@ -22,7 +22,7 @@ from akv_jax.cache.persistence import Identity
 from akv_jax.models.llama import config_from_hf
 from akv_jax.nodes import _difference
 from akv_jax.planning.plan import NO_MOVES, Moves, Segment, StepPlan
-from akv_jax.runtime.multi_process import PROTOCOL, Followers, NodeError, hear, join
+from akv_jax.runtime.multi_process import PROTOCOL, Followers, NodeError, follow, hear, join
 from akv_jax.runtime.wire import MOST_FROM_STRANGERS, Closed, Connection, pack_plan, unpack_plan
 from tests.models.checkpoints import HF_CONFIG
 from tests.serving.running import eventually
@@ -167,6 +167,30 @@ def test_a_leader_that_goes_is_missed_at_once() -> None:
     with pytest.raises(NodeError, match="the leader has gone"):
         hear(connection, "start")
     listener.close()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_step_that_fails_is_explained_by_a_leader_that_dies(monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
+    """The step notices first, as a sum over processes does."""
+    monkeypatch.setattr("akv_jax.runtime.multi_process._NEWS_SECONDS", 5 if dies else 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Connection(socket.create_connection(listener.getsockname()))
+        theirs = Connection(listener.accept()[0])
+
+    class Failing:
+        def forward(self, plan: StepPlan) -> Any:
+            if dies:
+                theirs.close()
+            raise RuntimeError("a sum over all failed")
+
+    nothing = np.zeros(0, np.int32)
+    theirs.send("plan", plan=pack_plan(StepPlan(nothing, nothing, nothing, (), NO_MOVES, nothing)))
+    losses: queue.SimpleQueue[NodeError] = queue.SimpleQueue()
+    failure = pytest.raises(NodeError, match="gone") if dies else pytest.raises(RuntimeError, match="a sum")
+    with failure:
+        follow(ours, cast(Any, Failing()), losses.put)
+    assert losses.empty() is not dies
+    ours.close()
 
 
 def test_silence_is_noticed() -> None:
