@@ -104,7 +104,7 @@ def asks(draw: st.DrawFn) -> Asked:
     return Asked(
         history,
         looked_at=draw(st.just(tuple(range(count))) | st.just(()) | some),
-        max_tokens=draw(st.integers(1, 3) | st.integers(1, 8) | st.integers(1, 3) | st.integers(1, 16)),
+        max_tokens=draw(st.integers(1, 3) | st.integers(1, 6) | st.integers(5, 16)),
         temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
         arrival=draw(st.integers(0, 6)),
     )
@@ -114,7 +114,7 @@ BATCHES = st.builds(
     Batch,
     asked=st.tuples(*[asks()] * BATCH),
     # The smallest are by far the slowest, and few of them meet every boundary.
-    chunk=st.integers(4, 40) | st.integers(1, 16) | st.integers(4, ROWS),
+    chunk=st.integers(4, 40) | st.integers(1, ROWS) | st.integers(1, 3) | st.integers(4, ROWS),
     fitting=st.integers(1, BATCH),
     spare=st.integers(0, 4),
     max_running=st.integers(1, BATCH),

@@ -250,8 +250,8 @@ def stage(asked: Asked) -> str:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_episodes(mode: RepositionMode) -> None:
-    """A4, A6, A7, C1-C7: the same sixty episodes every time."""
-    play(lambda: Agents(mode), 60, 30, derandomize=True)
+    """A4, A6, A7, C1-C7: the same seventy-five episodes every time."""
+    play(lambda: Agents(mode), 75, 30, derandomize=True)
 
 
 @pytest.mark.long

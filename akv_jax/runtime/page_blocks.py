@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from akv_jax.cache.pages import SCRATCH_PAGE
 from akv_jax.models.decoder import Pool
-from akv_jax.models.sharding import MODEL, NOTHING, POOL_SPEC, layout_of
+from akv_jax.models.sharding import MODEL, POOL_SPEC, layout_of
 from akv_jax.runtime.placement import Placement, compile_for
 
 #: Pages that are copied at once.
@@ -64,17 +64,12 @@ class PageBlocks:
         """
         mine, where = self._placement.layout, block.sharding
         others = layout_of(mine.config, where.mesh.shape[MODEL] if isinstance(where, NamedSharding) else 1)
-        if others == mine:
-            return jax.device_put(block, self._sharding)
-        # Over a different number of devices the slots are others, and the host puts them in order.
-        rows = np.empty(block.shape, block.dtype)
-        for shard in block.addressable_shards:
-            rows[shard.index] = np.asarray(shard.data)
-        # Empty slots are read by nobody who counts.
-        places = [0 if head == NOTHING else others.kv_heads.index(head) for head in mine.kv_heads]
-        slots = rows.reshape(*block.shape[:-1], others.slots, mine.config.head_dim)
-        arranged = slots[..., places, :].reshape(*block.shape[:-1], -1)
-        return jax.make_array_from_callback(arranged.shape, self._sharding, lambda index: arranged[index])
+        arranged: Any = block
+        if others != mine:
+            # Over a different number of devices the slots are others, and the host puts them in order.
+            rows = others.from_slots(np.asarray(block).reshape(-1, block.shape[-1]))
+            arranged = mine.to_slots(rows).reshape(*block.shape[:-1], -1)
+        return jax.device_put(arranged, self._sharding)
 
 
 def _gather(pool: Pool, pages: jax.Array) -> jax.Array:
